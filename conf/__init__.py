@@ -1,0 +1,1 @@
+"""What can be chosen: the YAML files that Hydra composes."""

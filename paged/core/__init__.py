@@ -1,0 +1,1 @@
+"""Decisions: requests, sequences, blocks, policies, plans and the scheduler. Pure Python, no torch."""

@@ -1,0 +1,217 @@
+"""What a caller asks for: prompts, sampling parameters and requests, checked once and frozen."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from typing import Any
+
+MAX_LOGPROBS = 1024
+MAX_SAMPLES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen; names and meanings follow vLLM.
+
+    Attributes:
+        n: samples drawn from one prompt, each with its own random stream.
+        max_tokens: most tokens generated for a sample; ``None`` means as many as the engine can hold.
+        temperature: divides the logits; 0 is greedy (ties go to the lowest id).
+        top_p: mass of the nucleus in (0, 1], taken after ``top_k``; the smallest set that reaches it.
+        top_k: number of highest logits kept; 0 or -1 keeps all.
+        min_p: tokens less likely than ``min_p`` times the likeliest are dropped.
+        seed: start of the random stream; ``None`` derives one from the request's id.
+        stop: texts that end the sample; the result's text is cut before them, its tokens are not.
+        stop_token_ids: tokens that end the sample, in addition to the model's own end tokens.
+        ignore_eos: generate on past the model's own end tokens (``stop_token_ids`` still count).
+        logprobs: number of most likely alternatives reported at every generated token.
+        prompt_logprobs: the same for every prompt token but the first; 0 reports the prompt's tokens alone.
+        presence_penalty, frequency_penalty: subtracted from logits of generated tokens, once or per occurrence.
+        repetition_penalty: divides positive and multiplies negative logits of all tokens seen, prompt included.
+        logit_bias: token id to a number added to its logit.
+
+    Raises:
+        ValueError: naming the field and what is allowed.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        _check_int("n", self.n, 1, MAX_SAMPLES)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        _check_int("top_k", self.top_k, -1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _check_number("temperature", self.temperature, 0.0, 1e4)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 1e4, open_low=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        if any(not text for text in self.stop):
+            raise ValueError("stop must not contain an empty text")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError("stop_token_ids must be token ids, 0 or more")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(f"n must be 1 when temperature is 0 (greedy samples are all alike), not {self.n}")
+        if 0 < self.temperature < 1e-3:
+            raise ValueError(f"temperature must be 0 (greedy) or at least 0.001, not {self.temperature!r}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Parameters from a mapping such as a JSON object; an unknown key is a ``ValueError`` that names it."""
+        known = {f.name for f in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise ValueError(f"{key} is not a sampling parameter; known: {', '.join(sorted(known))}")
+        return cls(**values)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no random number is drawn."""
+        return self.temperature == 0
+
+
+class Prompt:
+    """Token ids of a prompt, shared by all samples of a request, with the keys of its full blocks.
+
+    Immutable. The keys are computed once for a block size and salt and kept, because every sample and
+    every admission asks for them.
+    """
+
+    __slots__ = ("_keys", "token_ids")
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids: tuple[int, ...] = tuple(token_ids)
+        self._keys: dict[tuple[int, bytes], tuple[bytes, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def block_keys(self, block_size: int, salt: bytes) -> tuple[bytes, ...]:
+        """One 128-bit key for each full block, chained from ``salt``."""
+        known = self._keys.get((block_size, salt))
+        if known is None:
+            keys: list[bytes] = []
+            extend_block_keys(keys, self.token_ids, block_size, salt)
+            known = self._keys[(block_size, salt)] = tuple(keys)
+        return known
+
+
+def extend_block_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
+    """Append to ``keys`` the keys of every full block of ``token_ids`` that it does not cover yet.
+
+    A key is blake2b-128 over its predecessor (``salt`` for the first) and the block's tokens, so equal keys
+    mean equal tokens from position 0 on, under the same weights.
+    """
+    parent = keys[-1] if keys else salt
+    for end in range((len(keys) + 1) * block_size, len(token_ids) + 1, block_size):
+        block = array("i", token_ids[end - block_size : end])
+        parent = blake2b(parent + block.tobytes(), digest_size=16).digest()
+        keys.append(parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to generate: the unit that the scheduler admits, preempts and finishes.
+
+    A caller's request with ``n`` samples becomes ``n`` of these, which share the ``prompt`` object.
+
+    Attributes:
+        id: the caller's request id; (id, sample) is unique among live requests.
+        sample: index of the sample within its request.
+        prompt: the prompt.
+        params: the sampling parameters of the whole request.
+        seed: 64-bit start of this sample's random stream.
+        max_tokens: most tokens to generate, resolved against the engine's limits.
+    """
+
+    id: str
+    sample: int
+    prompt: Prompt
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells this sample from all other live ones."""
+        return (self.id, self.sample)
+
+
+def stable_hash(*parts: str | int) -> int:
+    """64-bit hash of ``parts``, the same in every process and on every machine (unlike ``hash()``)."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def sample_seed(request_id: str, seed: int | None, sample: int, engine_seed: int = 0) -> int:
+    """Start of the random stream of one sample: from the user's seed, or else from the engine's and the request's id."""
+    if seed is not None:
+        return stable_hash("seed", seed, sample)
+    return stable_hash("id", engine_seed, request_id, sample)
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be a whole number, {allowed}, not {value!r}")
+
+
+def _check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value > high or value < low or (open_low and value == low):
+        allowed = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
+        raise ValueError(f"{name} must be a number {allowed}, not {value!r}")
+
+
+def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+    items = (value,) if isinstance(value, kind) else value
+    if isinstance(items, str | bytes) or not isinstance(items, Sequence):
+        raise ValueError(f"{name} must be a list of {kind.__name__}, not {value!r}")
+    for item in items:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise ValueError(f"{name} must be a list of {kind.__name__}, not one with {item!r}")
+    return tuple(items)
+
+
+def _as_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {value!r}")
+    bias: dict[int, float] = {}
+    for token, number in value.items():
+        # JSON object keys are texts.
+        text = str(token)
+        if not text.isdigit():
+            raise ValueError(f"logit_bias must map token ids to numbers, not the key {token!r}")
+        _check_number(f"logit_bias[{text}]", number, -1e4, 1e4)
+        bias[int(text)] = float(number)
+    return bias

@@ -1,0 +1,573 @@
+"""Decides every step: whom to compute, admit, preempt and finish, and which blocks they use."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paged.core.blocks import BlockPool
+from paged.core.metrics import Counters
+from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, Started, StepPlan, StepResult
+from paged.core.policy import Fifo, Policy, num_blocks_for
+from paged.core.request import Request, extend_block_keys
+from paged.core.sequence import FinishReason, Sequence, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits that a scheduler decides within.
+
+    Attributes:
+        num_blocks: blocks in the pool.
+        block_size: tokens in a block.
+        max_num_seqs: most sequences running at once.
+        max_step_tokens: most tokens computed in a step.
+        chunk_size: most tokens of one sequence computed in a step.
+        max_seq_len: most tokens of a sequence whose keys and values are ever held.
+        vocab_size: prompt token ids must lie below it; None takes any.
+        depth: most plans in flight.
+        prefix_reuse: whether blocks of running and finished sequences are reused by content.
+
+    Raises:
+        ValueError: naming the field and what is allowed.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_step_tokens: int = 2048
+    chunk_size: int = 512
+    max_seq_len: int | None = None
+    vocab_size: int | None = None
+    depth: int = 1
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        names = ("num_blocks", "block_size", "max_num_seqs", "max_step_tokens", "chunk_size", "depth")
+        optional = [name for name in ("max_seq_len", "vocab_size") if getattr(self, name) is not None]
+        for name in (*names, *optional):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """Logits of some sequences held a NaN; nothing was committed.
+
+    The same result can be committed once these sequences are aborted.
+
+    Attributes:
+        requests: the requests concerned, in row order.
+    """
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = tuple(requests)
+        names = ", ".join(f"{request.id!r} sample {request.sample}" for request in self.requests)
+        super().__init__(f"NaN in the logits of request {names}")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What became of a sequence.
+
+    Attributes:
+        request: what was asked for.
+        reason: why it ended.
+        num_output: committed output tokens.
+        num_preemptions: times it was preempted.
+        num_cached_tokens: tokens that its first admission took over from the cache.
+    """
+
+    request: Request
+    reason: FinishReason
+    num_output: int
+    num_preemptions: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What committing a result changed.
+
+    Attributes:
+        step: the result's.
+        accepted: for each sampled row the request whose output grew by that token, or None if the row was dropped.
+        finished: sequences that ended with this step, in row order.
+    """
+
+    step: int
+    accepted: list[Request | None]
+    finished: list[Finished]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A plan handed out, and whose its rows are."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """Columns of the plan being made."""
+
+    budget: int
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    logits: list[int] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    appended: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owner of all sequences and of the block pool; turns arrivals into plans and results into progress.
+
+    The loop around it is: ``add`` and ``abort`` what arrived, ``plan``, submit the plan, and once ``depth`` plans
+    are in flight, ``commit`` the result of the oldest. It never looks at a clock and draws no random numbers: the
+    same calls give the same plans.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
+        self.config = config
+        self.policy = policy if policy is not None else Fifo()
+        self.pool = BlockPool(config.num_blocks)
+        self.counters = Counters()
+        self.weight_version = 0
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._live: dict[str, dict[int, Sequence]] = {}
+        self._leaders: dict[bytes, Sequence] = {}
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self._preempted: list[tuple[str, int]] = []
+        self._salt = b"weights:0"
+
+    # What is there
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for admission, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans handed out and not committed."""
+        return len(self._in_flight)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence has not finished."""
+        return bool(self._live)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a sample of this request has not finished."""
+        return request_id in self._live
+
+    # What arrives
+
+    def max_tokens_for(self, num_prompt: int, max_tokens: int | None) -> int:
+        """``max_tokens`` of a request, or for None the most that the limits leave to a prompt of this length."""
+        return self._most_tokens() + 1 - num_prompt if max_tokens is None else max_tokens
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue the samples of one request, all or none.
+
+        Raises:
+            ValueError: a prompt is empty, has an id outside the vocabulary or can never fit, or an (id, sample) is
+                live already; nothing has changed.
+        """
+        batch = list(requests)
+        for request in batch:
+            self._check_request(request)
+        for request in batch:
+            sequence = Sequence(request, self.counters.num_added)
+            self.counters.num_added += 1
+            self._live.setdefault(request.id, {})[request.sample] = sequence
+            self._waiting.append(sequence)
+
+    def abort(
+        self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> list[Finished]:
+        """End all samples of a request, or one of them, now; its tokens in flight are dropped.
+
+        An unknown or finished request is no error and gives an empty list.
+        """
+        samples = self._live.get(request_id, {})
+        chosen = list(samples.values()) if sample is None else [samples[sample]] if sample in samples else []
+        return [self._finish(sequence, reason) for sequence in chosen]
+
+    # The loop
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step; None if there is nothing to compute until a result is committed or a request added.
+
+        Decodes come first, oldest first, then chunks of what is partly computed, then admissions.
+
+        Raises:
+            RuntimeError: unfinished sequences exist, but neither this plan nor one in flight advances any.
+        """
+        assert len(self._in_flight) < self.config.depth, "commit a result before planning on"
+        draft = _Draft(budget=self.config.max_step_tokens)
+        self._plan_running(draft)
+        if not self._preempted:
+            self._admit(draft)
+        if not draft.slots:
+            if self._live and not self._in_flight:
+                raise RuntimeError(f"no sequence can make progress: {self._describe()}")
+            return None
+        counters = self.counters
+        plan = StepPlan(
+            counters.num_steps,
+            self.weight_version,
+            self._released,
+            draft.started,
+            draft.appended,
+            draft.slots,
+            draft.starts,
+            draft.lengths,
+            draft.logits,
+            self._preempted,
+        )
+        self._released, self._preempted = [], []
+        counters.num_steps += 1
+        counters.forward_tokens += self.config.max_step_tokens - draft.budget
+        counters.peak_blocks = max(counters.peak_blocks, self.pool.num_blocks - self.pool.num_free)
+        self._in_flight.append(_InFlight(plan, draft.sequences))
+        return plan
+
+    def commit(self, result: StepResult) -> Commit:
+        """Take in the result of the oldest plan in flight: append tokens, publish blocks, finish what ended.
+
+        Raises:
+            NonFiniteLogitsError: a live sequence's logits held a NaN; nothing has changed, the plan is still in
+                flight, and the same result can be committed once the sequences named are aborted.
+        """
+        flight = self._in_flight[0]
+        plan = flight.plan
+        assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
+        if result.nan_rows:
+            rows = (flight.sequences[row] for row in result.nan_rows)
+            failed = [sequence.request for sequence in rows if sequence.status is not Status.FINISHED]
+            if failed:
+                raise NonFiniteLogitsError(failed)
+        self._in_flight.popleft()
+        accepted: list[Request | None] = []
+        finished: list[Finished] = []
+        tokens, stopped = result.tokens, result.stopped
+        row = 0
+        for sequence, length, logits in zip(flight.sequences, plan.lengths, plan.logits, strict=True):
+            sequence.num_in_flight -= 1
+            status = sequence.status
+            if status is Status.RUNNING:
+                sequence.num_computed += length
+                if logits & SCORE:
+                    sequence.num_scored = sequence.num_computed
+                if sequence.num_computed >= sequence.publish_at:
+                    self._publish(sequence)
+            if logits & SAMPLE:
+                if status is Status.FINISHED:
+                    accepted.append(None)
+                    self.counters.dropped_tokens += 1
+                else:
+                    sequence.tokens.append(tokens[row])
+                    accepted.append(sequence.request)
+                    if stopped[row]:
+                        finished.append(self._finish(sequence, FinishReason.STOP))
+                    elif len(sequence.tokens) == sequence.max_tokens_total:
+                        finished.append(self._finish(sequence, FinishReason.LENGTH))
+                row += 1
+        assert row == len(tokens) == len(stopped), "one token and one stop flag for each sampled row"
+        return Commit(plan.step, accepted, finished)
+
+    def abandon(self) -> None:
+        """Drop every plan in flight after an executor failed; running sequences wait again, in order, as committed."""
+        for flight in self._in_flight:
+            for sequence in flight.sequences:
+                sequence.num_in_flight = 0
+        self._in_flight.clear()
+        for sequence in reversed(self._running[:]):
+            self._evict(sequence)
+        for sequence in self._waiting:
+            sequence.num_tokens = len(sequence.tokens)
+
+    def check(self) -> None:
+        """Prove that the books are consistent; AssertionError says what is not. For tests and idle moments."""
+        self.pool.check(sequence.blocks for sequence in self._running)
+        live = [sequence for samples in self._live.values() for sequence in samples.values()]
+        assert len(live) == len(self._waiting) + len(self._running), "a sequence is lost"
+        for sequence in live:
+            waiting = sequence.status is Status.WAITING
+            assert sequence in (self._waiting if waiting else self._running), f"{sequence} is in the wrong list"
+            assert waiting == (sequence.slot < 0), f"{sequence} and its slot disagree"
+            assert not (waiting and sequence.blocks), f"{sequence} waits and holds blocks"
+            assert sequence.num_computed <= sequence.num_scheduled <= sequence.num_tokens < sequence.max_tokens_total
+            assert waiting or sequence.num_scheduled <= len(sequence.blocks) * self.config.block_size
+        taken = [sequence.slot for sequence in self._running]
+        assert sorted(taken + self._free_slots) == list(range(self.config.max_num_seqs)), "slots disagree"
+        assert all(leader.status is Status.RUNNING for leader in self._leaders.values()), "a leader does not run"
+
+    # Planning
+
+    def _plan_running(self, draft: _Draft) -> None:
+        """Rows of running sequences: decodes, then chunks. Only decodes can need a block and so preempt."""
+        block_size = self.config.block_size
+        references = self.pool.references
+        partly_computed: list[Sequence] = []
+        for sequence in self._running[:]:
+            position = sequence.num_scheduled
+            remaining = sequence.num_tokens - position
+            if remaining != 1:
+                if remaining > 1:
+                    partly_computed.append(sequence)
+                continue
+            if draft.budget == 0:
+                return
+            if self._preempted and sequence.status is not Status.RUNNING:
+                continue
+            if position == len(sequence.blocks) * block_size and not self._grow(sequence, draft):
+                continue
+            if references[sequence.blocks[-1]] != 1:
+                self.pool.check_writable(sequence.blocks[-1:])
+            if position < sequence.num_forwarded or position < sequence.num_prompt:
+                self._add_chunk(sequence, draft)
+                continue
+            # A plain decode; `_add_chunk` spelled out for a row of one token, because this runs for every token.
+            draft.budget -= 1
+            draft.slots.append(sequence.slot)
+            draft.starts.append(position)
+            draft.lengths.append(1)
+            draft.logits.append(SAMPLE)
+            draft.sequences.append(sequence)
+            sequence.num_scheduled = sequence.num_forwarded = position + 1
+            sequence.num_in_flight += 1
+            if position + 2 < sequence.max_tokens_total:
+                sequence.num_tokens = position + 2
+        for sequence in partly_computed:
+            if draft.budget == 0:
+                return
+            if sequence.status is Status.RUNNING:
+                self._add_chunk(sequence, draft)
+
+    def _add_chunk(self, sequence: Sequence, draft: _Draft) -> None:
+        """Schedule the next tokens of ``sequence``, whose blocks are there; the chunk that reaches the end samples."""
+        start = sequence.num_scheduled
+        length = min(sequence.num_tokens - start, self.config.chunk_size, draft.budget)
+        end = start + length
+        block_size = self.config.block_size
+        self.pool.check_writable(sequence.blocks[start // block_size : num_blocks_for(end, block_size)])
+        logits = NO_LOGITS
+        if end == sequence.num_tokens:
+            logits |= SAMPLE
+            if end + 1 < sequence.max_tokens_total:
+                sequence.num_tokens = end + 1
+        # A prompt's tokens are scored at the positions before them, once.
+        last = sequence.num_prompt - 1
+        if sequence.request.params.prompt_logprobs is not None and start < last and sequence.num_scored < last:
+            logits |= SCORE
+        draft.budget -= length
+        draft.slots.append(sequence.slot)
+        draft.starts.append(start)
+        draft.lengths.append(length)
+        draft.logits.append(logits)
+        draft.sequences.append(sequence)
+        self.counters.recomputed_tokens += max(0, min(end, sequence.num_forwarded) - start)
+        sequence.num_scheduled = end
+        sequence.num_forwarded = max(sequence.num_forwarded, end)
+        sequence.num_in_flight += 1
+
+    def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Give ``sequence`` one more block, preempting if need be; False if it was its own victim."""
+        while self.pool.num_free == 0:
+            scheduled = set(draft.slots)
+            candidates = [other for other in self._running[1:] if other.slot not in scheduled]
+            assert candidates, f"the oldest sequence does not fit, though it was admitted: {sequence}"
+            victim = self.policy.victim(candidates)
+            self._preempted.append(victim.request.key)
+            self.counters.num_preemptions += 1
+            victim.num_preemptions += 1
+            self._evict(victim)
+            if victim is sequence:
+                return False
+        block = self.pool.allocate(1)[0]
+        sequence.blocks.append(block)
+        draft.appended.append((sequence.slot, block))
+        return True
+
+    def _admit(self, draft: _Draft) -> None:
+        """Start waiting sequences in order while slots, budget and blocks last.
+
+        A sequence whose prefix a running leader is computing lets those behind it pass until that is done.
+        """
+        pool, policy, config = self.pool, self.policy, self.config
+        block_size = config.block_size
+        passed: list[Sequence] = []
+        while self._waiting and draft.budget and self._free_slots:
+            sequence = self._waiting[0]
+            if sequence.num_in_flight:
+                break
+            adopted = self._match(sequence)
+            if adopted is None:
+                passed.append(self._waiting.popleft())
+                continue
+            margin = policy.blocks_kept_free(self._running, pool.num_blocks, block_size) if self._running else 0
+            available = pool.num_free - sum(1 for block in adopted if pool.references[block] == 0)
+            if policy.blocks_to_admit(sequence, block_size) - len(adopted) + margin > available:
+                break
+            self._waiting.popleft()
+            self._start(sequence, adopted, draft)
+        self._waiting.extendleft(reversed(passed))
+
+    def _start(self, sequence: Sequence, adopted: list[int], draft: _Draft) -> None:
+        """Admit ``sequence``: adopt, allocate the blocks of all its tokens, and schedule the first chunk."""
+        block_size = self.config.block_size
+        self.pool.adopt(adopted)
+        missing = num_blocks_for(sequence.num_tokens, block_size) - len(adopted)
+        sequence.blocks = adopted + self.pool.allocate(missing)
+        num_cached = len(adopted) * block_size
+        sequence.num_scheduled = sequence.num_computed = num_cached
+        sequence.num_published = len(adopted)
+        sequence.status = Status.RUNNING
+        sequence.slot = self._free_slots.pop()
+        if sequence.num_forwarded == 0:
+            sequence.num_cached_tokens = num_cached
+        self.counters.cached_tokens += num_cached
+        self._running.append(sequence)
+        if self.config.prefix_reuse:
+            sequence.publish_at = num_cached + block_size
+            for key in sequence.keys[len(adopted) :]:
+                self._leaders.setdefault(key, sequence)
+        output = tuple(sequence.tokens[sequence.num_prompt :])
+        blocks = tuple(sequence.blocks)
+        draft.started.append(Started(sequence.slot, sequence.request, output, blocks, num_cached))
+        self._add_chunk(sequence, draft)
+
+    # Reuse
+
+    def _match(self, sequence: Sequence) -> list[int] | None:
+        """Published blocks that ``sequence`` can adopt, or None if it waits for a leader to compute the next one.
+
+        At most ``(tokens - 1) // block_size``, so that the last token, which is sampled from, is always computed.
+        """
+        if not self.config.prefix_reuse:
+            return []
+        if sequence.waits_for is not None and sequence.waits_for in self._leaders:
+            return None
+        sequence.waits_for = None
+        self._extend_keys(sequence)
+        if sequence.request.params.prompt_logprobs is not None:
+            return []
+        adopted: list[int] = []
+        for key in sequence.keys[: (len(sequence.tokens) - 1) // self.config.block_size]:
+            block = self.pool.lookup(key)
+            if block is None:
+                if key in self._leaders:
+                    sequence.waits_for = key
+                    return None
+                break
+            adopted.append(block)
+        return adopted
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        """Bring ``sequence.keys`` up to all full blocks of its committed tokens."""
+        if not sequence.keys:
+            sequence.keys = list(sequence.request.prompt.block_keys(self.config.block_size, self._salt))
+        extend_block_keys(sequence.keys, sequence.tokens, self.config.block_size, self._salt)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer the blocks of ``sequence`` that have become full and computed."""
+        block_size = self.config.block_size
+        self._extend_keys(sequence)
+        full = sequence.num_computed // block_size
+        for index in range(sequence.num_published, full):
+            key = sequence.keys[index]
+            self.pool.publish(sequence.blocks[index], key)
+            if self._leaders.get(key) is sequence:
+                del self._leaders[key]
+        sequence.num_published = full
+        sequence.publish_at = (full + 1) * block_size
+
+    # Leaving
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue's front with its tokens, without its blocks."""
+        self._leave(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
+        self._waiting.appendleft(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Finished:
+        """End a sequence, running or waiting, and take it out of the books."""
+        if sequence.status is Status.RUNNING:
+            self._leave(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        request = sequence.request
+        samples = self._live[request.id]
+        del samples[request.sample]
+        if not samples:
+            del self._live[request.id]
+        counters = self.counters
+        counters.num_finished += 1
+        counters.prompt_tokens += sequence.num_prompt
+        counters.output_tokens += sequence.num_output
+        counters.minimal_forward_tokens += len(sequence.tokens) - 1
+        return Finished(request, reason, sequence.num_output, sequence.num_preemptions, sequence.num_cached_tokens)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back the blocks and the slot of a running sequence."""
+        self._running.remove(sequence)
+        self.pool.free(sequence.blocks)
+        sequence.blocks = []
+        sequence.publish_at = math.inf
+        self._released.append(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        for key in sequence.keys[sequence.num_published :]:
+            if self._leaders.get(key) is sequence:
+                del self._leaders[key]
+
+    # Refusals
+
+    def _most_tokens(self) -> int:
+        """Most tokens of one sequence whose keys and values can be held."""
+        held = self.config.num_blocks * self.config.block_size
+        return held if self.config.max_seq_len is None else min(held, self.config.max_seq_len)
+
+    def _check_request(self, request: Request) -> None:
+        if request.sample in self._live.get(request.id, {}):
+            raise ValueError(f"id {request.id!r} is in use by a request that has not finished")
+        tokens = request.prompt.token_ids
+        if not tokens:
+            raise ValueError("the prompt must hold at least one token")
+        vocab_size = self.config.vocab_size
+        if vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise ValueError(f"prompt token id {bad} is outside the vocabulary, 0 to {vocab_size - 1}")
+        config = self.config
+        # The last token sampled is never fed back, so a sequence of N tokens holds N - 1.
+        held = len(tokens) + max(request.max_tokens, 1) - 1
+        wish = f"a prompt of {len(tokens)} tokens with max_tokens {request.max_tokens}"
+        if config.max_seq_len is not None and held > config.max_seq_len:
+            raise ValueError(f"{wish} exceeds max_seq_len, {config.max_seq_len} tokens")
+        if held > config.num_blocks * config.block_size:
+            pool = f"num_blocks {config.num_blocks} x block_size {config.block_size} tokens"
+            raise ValueError(f"{wish} can never fit the cache, {pool}")
+
+    def _describe(self) -> str:
+        return (
+            f"{len(self._running)} running, {len(self._waiting)} waiting, "
+            f"{self.pool.num_free} of {self.pool.num_blocks} blocks free"
+        )
