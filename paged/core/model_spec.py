@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 QK_NORMS = ("none", "head", "full")
@@ -101,6 +103,18 @@ class ModelSpec:
         fields["eos_token_ids"] = _eos_token_ids(config, generation_config, fields["vocab_size"])
         return cls(**fields)
 
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> ModelSpec:
+        """The spec of a checkpoint folder: its ``config.json`` and, if there, ``generation_config.json``.
+
+        Raises:
+            ValueError: as ``from_config``, or a file is missing or is not a JSON object.
+        """
+        folder = Path(folder)
+        config = _read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        return cls.from_config(config, _read_json(generation) if generation.exists() else None)
+
     @property
     def q_size(self) -> int:
         """Width of all query heads together."""
@@ -113,9 +127,8 @@ class ModelSpec:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by its Hugging Face name, in the order of the layers; a checkpoint must equal it."""
-        hidden, qk_norm = self.hidden_size, {"none": None, "head": (self.head_dim, self.head_dim)}
-        qk_norm["full"] = (self.q_size, self.kv_size)
-        norm_sizes = qk_norm[self.qk_norm]
+        hidden = self.hidden_size
+        norm_sizes = {"head": (self.head_dim, self.head_dim), "full": (self.q_size, self.kv_size)}.get(self.qk_norm)
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
@@ -150,6 +163,18 @@ class ModelSpec:
         Ranks beyond the number of key/value heads hold copies of heads, so they save nothing more.
         """
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * kv_bytes // min(tp, self.num_kv_heads)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value
 
 
 def _read_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +227,7 @@ def _read_common(config: Mapping[str, Any]) -> dict[str, Any]:
     eps = config.get("rms_norm_eps")
     if not _is_positive(eps):
         raise ValueError(f"config.json: rms_norm_eps must be a positive number, not {eps!r}")
-    fields["rms_norm_eps"] = float(eps)
+    fields["rms_norm_eps"] = float(config["rms_norm_eps"])
     fields["rope_theta"] = _rope_theta(config)
     fields["dtype"] = _dtype(config)
     return fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -174,7 +173,7 @@ def stable_hash(*parts: str | int) -> int:
 
 
 def sample_seed(request_id: str, seed: int | None, sample: int, engine_seed: int = 0) -> int:
-    """Start of the random stream of one sample: from the user's seed, or else from the engine's and the request's id."""
+    """Start of one sample's random stream: from the user's seed, or else from the engine's and the request's id."""
     if seed is not None:
         return stable_hash("seed", seed, sample)
     return stable_hash("id", engine_seed, request_id, sample)
@@ -187,8 +186,8 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None
 
 
 def _check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value > high or value < low or (open_low and value == low):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not number or (open_low and value == low):
         allowed = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
         raise ValueError(f"{name} must be a number {allowed}, not {value!r}")
 
@@ -210,7 +209,7 @@ def _as_bias(value: Any) -> dict[int, float]:
     for token, number in value.items():
         # JSON object keys are texts.
         text = str(token)
-        if not text.isdigit():
+        if not text.isdecimal():
             raise ValueError(f"logit_bias must map token ids to numbers, not the key {token!r}")
         _check_number(f"logit_bias[{text}]", number, -1e4, 1e4)
         bias[int(text)] = float(number)

@@ -190,6 +190,8 @@ class Scheduler:
         batch = list(requests)
         for request in batch:
             self._check_request(request)
+        if len({request.key for request in batch}) < len(batch):
+            raise ValueError(f"id {batch[0].id!r} is given twice for the same sample")
         for request in batch:
             sequence = Sequence(request, self.counters.num_added)
             self.counters.num_added += 1
@@ -219,8 +221,10 @@ class Scheduler:
         """
         assert len(self._in_flight) < self.config.depth, "commit a result before planning on"
         draft = _Draft(budget=self.config.max_step_tokens)
+        # An earlier attempt that came to nothing may have preempted; only this one's victims forbid admissions.
+        num_preempted = len(self._preempted)
         self._plan_running(draft)
-        if not self._preempted:
+        if len(self._preempted) == num_preempted:
             self._admit(draft)
         if not draft.slots:
             if self._live and not self._in_flight:

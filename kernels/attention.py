@@ -1,0 +1,394 @@
+"""Causal attention over the paged cache, and the layout of a step that it reads.
+
+Contract, with B sequences, T rows of the step, H query heads, K kv heads, G = H / K, D head size: row t of sequence b
+at position p attends to the cached positions 0 .. p of b, which must be stored already, its own among them. One
+definition serves prefill, chunks of it and decode. Under ``invariant`` keys are taken in tiles of ``kv_tile``, tiles
+in splits of ``kv_split``, both aligned to position 0; a split is an online softmax in fp32 (fp64 for fp64 models), and
+splits are folded left to right. A row visits the tiles up to its own position, so neither the chunk it comes in, nor
+its neighbours, nor the blocks' size and place can touch its bits. Memory beyond a sequence's length is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from paged.kernels.kv_cache import LayerCache, read_keys, read_values
+from paged.kernels.numerics import Numerics, compute_dtype
+
+# Decode rows that share their library calls; bounds the copies of keys and values, no bits hang on it.
+GROUP_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchLayout:
+    """Which rows a step holds and where their keys and values lie. Valid for one step; made by ``build``.
+
+    Sequence b's rows are ``offsets[b] .. offsets[b] + lengths[b] - 1``, at positions ``starts[b] ..``.
+
+    Attributes:
+        starts, lengths, offsets: one number a sequence, on the host.
+        positions_T: int64, position of each row.
+        slots_T: int64, where each row's keys and values are stored: block * block_size + offset.
+        last_rows_B: int64, index of each sequence's last row.
+        block_tables_BN: int32 [B, max_blocks]; entries beyond a sequence's blocks are never read.
+        block_size: tokens in a block.
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    last_rows_B: torch.Tensor
+    block_tables_BN: torch.Tensor
+    block_size: int
+    # Index tensors derived from the above on first use, because every layer asks for the same.
+    _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        block_tables: torch.Tensor | np.ndarray | Sequence[Sequence[int]],
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> BatchLayout:
+        """The layout of the rows ``starts[b] .. starts[b] + lengths[b] - 1`` of each sequence b.
+
+        Args:
+            starts: position of each sequence's first row; all earlier ones are cached.
+            lengths: rows of each sequence, at least 1.
+            block_tables: int32 [B, max_blocks], row b for sequence b, wide enough for its last row.
+            block_size: tokens in a block.
+            device: where the model runs. Makes one transfer to it, waits for nothing on it.
+        """
+        start_B, length_B = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+        tables_BN = torch.as_tensor(block_tables, dtype=torch.int32, device=device)
+        assert start_B.shape == length_B.shape == tables_BN.shape[:1], (start_B.shape, length_B.shape)
+        assert start_B.size > 0, "a step needs a row"
+        assert length_B.min() >= 1, lengths
+        assert start_B.min() >= 0, starts
+        assert tables_BN.shape[1] * block_size >= int((start_B + length_B).max()), "a block table is too short"
+        end_B = np.cumsum(length_B)
+        offset_B = end_B - length_B
+        sequence_T = np.repeat(np.arange(start_B.size), length_B)
+        position_T = np.arange(end_B[-1]) + np.repeat(start_B - offset_B, length_B)
+        host = torch.from_numpy(np.concatenate((position_T, sequence_T, end_B - 1)))
+        position, sequence, last = host.to(device).split([position_T.size, position_T.size, start_B.size])
+        block = tables_BN[sequence, position // block_size].to(torch.int64)
+        return cls(
+            starts=tuple(start_B.tolist()),
+            lengths=tuple(length_B.tolist()),
+            offsets=tuple(offset_B.tolist()),
+            positions_T=position,
+            slots_T=block * block_size + position % block_size,
+            last_rows_B=last,
+            block_tables_BN=tables_BN,
+            block_size=block_size,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, T."""
+        return self.offsets[-1] + self.lengths[-1]
+
+    def key_rows(self, sequence_N: torch.Tensor, position_NP: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """Rows of a cache seen as [slots * K, D]: int64 [N, K, P] for P positions of each of N sequences."""
+        block_NP = self.block_tables_BN[sequence_N[:, None], position_NP // self.block_size].to(torch.int64)
+        slot_NP = block_NP * self.block_size + position_NP % self.block_size
+        head_K1 = torch.arange(num_kv_heads, device=position_NP.device)[:, None]
+        return slot_NP[:, None] * num_kv_heads + head_K1
+
+
+def attention(
+    q_THD: torch.Tensor, cache: LayerCache, layout: BatchLayout, *, scale: float, numerics: Numerics
+) -> torch.Tensor:
+    """Attention of all rows of a step as [T, H, D], in the dtype of ``q``.
+
+    Args:
+        q_THD: queries, contiguous; query head h reads kv head h // G.
+        cache: the layer's keys and values, with this step's rows already stored.
+        layout: the rows.
+        scale: factor of the scores, usually D ** -0.5.
+        numerics: how sums are formed.
+
+    A value that is not finite makes the rows of its own sequence non-finite, in part also those just before it; rows of
+    other sequences are not touched.
+    """
+    num_rows, num_heads, head_dim = q_THD.shape
+    num_kv_heads = cache.num_kv_heads
+    assert q_THD.is_contiguous(), q_THD.stride()
+    assert num_rows == layout.num_rows, (q_THD.shape, layout.num_rows)
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    assert head_dim == cache.head_dim, (q_THD.shape, cache.key.shape)
+    assert cache.block_size == layout.block_size, (cache.block_size, layout.block_size)
+    q_TKGD = q_THD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out_TKGD = torch.empty_like(q_TKGD)
+    decode = _decode_invariant if numerics.is_invariant else _decode_fast
+    chunk = _chunk_invariant if numerics.is_invariant else _chunk_fast
+    for group in _decode_groups(layout):
+        out_NKGD = decode(q_TKGD.index_select(0, group.rows), cache, layout, group, scale, numerics)
+        out_TKGD.index_copy_(0, group.rows, out_NKGD.to(q_THD.dtype))
+    for b, length in enumerate(layout.lengths):
+        if length > 1:
+            rows = slice(layout.offsets[b], layout.offsets[b] + length)
+            out_TKGD[rows] = chunk(q_TKGD[rows], cache, layout, b, scale, numerics).to(q_THD.dtype)
+    return out_TKGD.view(num_rows, num_heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DecodeGroup:
+    """Sequences with one row in the step, longest first, that share their library calls."""
+
+    index: int
+    contexts: tuple[int, ...]
+    rows: torch.Tensor  # int64 [N], rows of the step
+    sequences: torch.Tensor  # int64 [N]
+    contexts_N: torch.Tensor  # int64 [N]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DecodeTiles:
+    """The tiles of one split of a group's keys, tile by tile: the rows that reach tile j are the first counts[j]."""
+
+    counts: tuple[int, ...]
+    items: torch.Tensor  # int64 [I], the group's row that each (tile, row) item belongs to
+    key_rows: torch.Tensor  # int64 [I * K * kv_tile]
+    hidden: torch.Tensor | None  # bool [I, 1, 1, kv_tile], keys beyond the row's position; None where there are none
+
+
+def _decode_groups(layout: BatchLayout) -> tuple[_DecodeGroup, ...]:
+    groups = layout._derived.get("groups")
+    if groups is None:
+        groups = layout._derived["groups"] = tuple(_make_decode_groups(layout))
+    return groups
+
+
+def _make_decode_groups(layout: BatchLayout) -> list[_DecodeGroup]:
+    length_B = np.asarray(layout.lengths)
+    single = np.flatnonzero(length_B == 1)
+    context_N = np.asarray(layout.starts)[single] + 1
+    order = np.argsort(-context_N, kind="stable")
+    single, context_N = single[order], context_N[order]
+    offset_N = np.asarray(layout.offsets)[single]
+    device = layout.positions_T.device
+    groups: list[_DecodeGroup] = []
+    for first in range(0, single.size, GROUP_ROWS):
+        part = slice(first, first + GROUP_ROWS)
+        columns = torch.from_numpy(np.stack((offset_N[part], single[part], context_N[part]))).to(device)
+        groups.append(_DecodeGroup(len(groups), tuple(context_N[part].tolist()), *columns.unbind()))
+    return groups
+
+
+def _decode_tiles(
+    layout: BatchLayout, group: _DecodeGroup, num_kv_heads: int, numerics: Numerics
+) -> tuple[_DecodeTiles, ...]:
+    key = (group.index, num_kv_heads, numerics.kv_tile, numerics.kv_split)
+    known = layout._derived.get(key)
+    if known is None:
+        known = layout._derived[key] = tuple(_make_decode_tiles(layout, group, num_kv_heads, numerics))
+    return known
+
+
+def _make_decode_tiles(
+    layout: BatchLayout, group: _DecodeGroup, num_kv_heads: int, numerics: Numerics
+) -> list[_DecodeTiles]:
+    size = numerics.kv_tile
+    context_N = np.asarray(group.contexts)
+    device = group.rows.device
+    splits = []
+    for split_start in range(0, group.contexts[0], numerics.kv_split):
+        starts = range(split_start, min(split_start + numerics.kv_split, group.contexts[0]), size)
+        counts = [int((context_N > start).sum()) for start in starts]
+        item_I = np.concatenate([np.arange(count) for count in counts])
+        start_I = np.repeat(np.asarray(starts), counts)
+        items, first = torch.from_numpy(np.stack((item_I, start_I))).to(device)
+        position_IP = first[:, None] + torch.arange(size, device=device)
+        last_I1 = group.contexts_N[items, None] - 1
+        # Places beyond the row's position read its last key again and are then masked: no stale memory is read.
+        key_rows = layout.key_rows(group.sequences[items], position_IP.minimum(last_I1), num_kv_heads)
+        full = bool((context_N[item_I] >= start_I + size).all())
+        hidden = None if full else (position_IP > last_I1)[:, None, None]
+        splits.append(_DecodeTiles(tuple(counts), items, key_rows.flatten(), hidden))
+    return splits
+
+
+def _decode_invariant(
+    q_NKGD: torch.Tensor,
+    cache: LayerCache,
+    layout: BatchLayout,
+    group: _DecodeGroup,
+    scale: float,
+    numerics: Numerics,
+) -> torch.Tensor:
+    dtype, size = compute_dtype(q_NKGD.dtype), numerics.kv_tile
+    num_kv_heads, num_shared, head_dim = q_NKGD.shape[1:]
+    wide_NKGD = q_NKGD.to(dtype) * scale
+    folded: _Softmax | None = None
+    for tiles in _decode_tiles(layout, group, num_kv_heads, numerics):
+        num_items = len(tiles.items) * num_kv_heads
+        # One item is a (row, tile, kv head) with contiguous keys: only so are its bits free of the other items.
+        key_IPD = read_keys(cache, tiles.key_rows, dtype).view(num_items, size, head_dim)
+        value_IPD = read_values(cache, tiles.key_rows, dtype).view(num_items, size, head_dim)
+        q_IGD = wide_NKGD.index_select(0, tiles.items).view(num_items, num_shared, head_dim)
+        score_IKGP = torch.bmm(q_IGD, key_IPD.transpose(1, 2)).view(-1, num_kv_heads, num_shared, size)
+        if tiles.hidden is not None:
+            score_IKGP.masked_fill_(tiles.hidden, -torch.inf)
+        # The running maximum at each tile, known before any exponential, lets all tiles share the calls that follow.
+        tops = list(score_IKGP.amax(-1, keepdim=True).split(tiles.counts))
+        for j in range(1, len(tops)):
+            tops[j] = torch.maximum(tops[j - 1][: tiles.counts[j]], tops[j])
+        weight_IKGP = torch.exp(score_IKGP - torch.cat(tops))
+        sums = weight_IKGP.sum(-1, keepdim=True).split(tiles.counts)
+        product = torch.bmm(weight_IKGP.view(num_items, num_shared, size), value_IPD)
+        products = product.view(-1, num_kv_heads, num_shared, head_dim).split(tiles.counts)
+        split = _Softmax(tops[0], sums[0], products[0])
+        for j in range(1, len(tops)):
+            split.add_tile(slice(0, tiles.counts[j]), tops[j], sums[j], products[j])
+        if folded is None:
+            folded = split
+        else:
+            folded.add_split(slice(0, tiles.counts[0]), split)
+    assert folded is not None
+    return folded.result()
+
+
+def _chunk_invariant(
+    q_NKGD: torch.Tensor, cache: LayerCache, layout: BatchLayout, b: int, scale: float, numerics: Numerics
+) -> torch.Tensor:
+    dtype, size = compute_dtype(q_NKGD.dtype), numerics.kv_tile
+    num_rows, num_kv_heads, num_shared, head_dim = q_NKGD.shape
+    start, end = layout.starts[b], layout.starts[b] + num_rows
+    key_SKPD, value_SKPD = _read_tiles(cache, layout, b, end, size, dtype)
+    q_NKGD = q_NKGD.to(dtype) * scale
+    q_KNGD = q_NKGD.transpose(0, 1).contiguous()
+    position_N1 = layout.positions_T[layout.offsets[b] : layout.offsets[b] + num_rows, None]
+    folded: _Softmax | None = None
+    for split_start in range(0, end, numerics.kv_split):
+        split: _Softmax | None = None
+        split_row = max(0, split_start - start)
+        for tile_start in range(split_start, min(split_start + numerics.kv_split, end), size):
+            tile = tile_start // size
+            # Rows before this one do not reach the tile.
+            first = max(0, tile_start - start)
+            num_active = num_rows - first
+            score_KNGP = q_KNGD.new_empty(num_kv_heads, num_active, num_shared, size)
+            for k in range(num_kv_heads):
+                key_NDP = key_SKPD[tile, k].t().expand(num_active, head_dim, size)
+                torch.bmm(q_KNGD[k, first:], key_NDP, out=score_KNGP[k])
+            if tile_start + size > start + first + 1:
+                key_position_P = torch.arange(tile_start, tile_start + size, device=q_KNGD.device)
+                score_KNGP.masked_fill_((key_position_P > position_N1[first:])[:, None], -torch.inf)
+            top = score_KNGP.amax(-1, keepdim=True)
+            if split is not None:
+                rows = slice(first - split_row, None)
+                top = torch.maximum(split.top[:, rows], top)
+            weight_KNGP = torch.exp(score_KNGP - top)
+            product_KNGD = torch.empty_like(q_KNGD[:, first:])
+            for k in range(num_kv_heads):
+                value_NPD = value_SKPD[tile, k].expand(num_active, size, head_dim)
+                torch.bmm(weight_KNGP[k], value_NPD, out=product_KNGD[k])
+            total = weight_KNGP.sum(-1, keepdim=True)
+            if split is None:
+                split = _Softmax(top, total, product_KNGD)
+            else:
+                split.add_tile((slice(None), rows), top, total, product_KNGD)
+        assert split is not None
+        if folded is None:
+            folded = split
+        else:
+            folded.add_split((slice(None), slice(split_row, None)), split)
+    assert folded is not None
+    return folded.result().transpose(0, 1)
+
+
+@dataclass(slots=True)
+class _Softmax:
+    """A softmax in progress: per row the greatest score, the sum of exp(score - top), the same sum with values.
+
+    Owns its tensors and updates them in place; the same operations, element by element, for decode and chunks.
+    """
+
+    top: torch.Tensor
+    total: torch.Tensor
+    product: torch.Tensor
+
+    def add_tile(self, rows: Any, top: torch.Tensor, total: torch.Tensor, product: torch.Tensor) -> None:
+        """Add to ``rows`` a tile whose ``top`` is already the running maximum, and its sums relative to that."""
+        decay = torch.exp(self.top[rows] - top)
+        self.total[rows] = self.total[rows] * decay + total
+        self.product[rows] = self.product[rows] * decay + product
+        self.top[rows] = top
+
+    def add_split(self, rows: Any, other: _Softmax) -> None:
+        """Fold into ``rows`` the split to the right of all that is here."""
+        top = torch.maximum(self.top[rows], other.top)
+        left, right = torch.exp(self.top[rows] - top), torch.exp(other.top - top)
+        self.total[rows] = self.total[rows] * left + other.total * right
+        self.product[rows] = self.product[rows] * left + other.product * right
+        self.top[rows] = top
+
+    def result(self) -> torch.Tensor:
+        return self.product / self.total
+
+
+def _read_tiles(
+    cache: LayerCache, layout: BatchLayout, b: int, end: int, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of positions 0 .. end - 1 of sequence b as contiguous tiles [tiles, K, size, D]."""
+    rows = layout._derived.get(("chunk", b, size, cache.num_kv_heads))
+    num_tiles = -(-end // size)
+    if rows is None:
+        device = layout.positions_T.device
+        # As for decode: what lies beyond the end is the last key again.
+        position_SP = torch.arange(num_tiles * size, device=device).clamp_max(end - 1).view(num_tiles, size)
+        sequence_S = torch.full((num_tiles,), b, device=device)
+        rows = layout.key_rows(sequence_S, position_SP, cache.num_kv_heads).flatten()
+        layout._derived[("chunk", b, size, cache.num_kv_heads)] = rows
+    shape = (num_tiles, cache.num_kv_heads, size, cache.head_dim)
+    return read_keys(cache, rows, dtype).view(shape), read_values(cache, rows, dtype).view(shape)
+
+
+def _decode_fast(
+    q_NKGD: torch.Tensor,
+    cache: LayerCache,
+    layout: BatchLayout,
+    group: _DecodeGroup,
+    scale: float,
+    numerics: Numerics,
+) -> torch.Tensor:
+    num_rows, num_kv_heads, _, head_dim = q_NKGD.shape
+    longest = group.contexts[0]
+    known = layout._derived.get(("padded", group.index, num_kv_heads))
+    if known is None:
+        position_P = torch.arange(longest, device=q_NKGD.device)
+        last_N1 = group.contexts_N[:, None] - 1
+        rows = layout.key_rows(group.sequences, position_P.minimum(last_N1), num_kv_heads).flatten()
+        visible = None if group.contexts[-1] == longest else (position_P <= last_N1)[:, None, None]
+        known = layout._derived[("padded", group.index, num_kv_heads)] = (rows, visible)
+    rows, visible = known
+    shape = (num_rows, num_kv_heads, longest, head_dim)
+    key, value = (read(cache, rows, q_NKGD.dtype).view(shape) for read in (read_keys, read_values))
+    # The heads that share a kv head stand where a single row leaves the query dimension free.
+    return F.scaled_dot_product_attention(q_NKGD, key, value, attn_mask=visible, scale=scale)
+
+
+def _chunk_fast(
+    q_NKGD: torch.Tensor, cache: LayerCache, layout: BatchLayout, b: int, scale: float, numerics: Numerics
+) -> torch.Tensor:
+    num_rows, num_kv_heads, num_shared, head_dim = q_NKGD.shape
+    end = layout.starts[b] + num_rows
+    key, value = (x[0, :, :end] for x in _read_tiles(cache, layout, b, end, end, q_NKGD.dtype))
+    position_N1 = layout.positions_T[layout.offsets[b] : layout.offsets[b] + num_rows, None]
+    visible = torch.arange(end, device=q_NKGD.device) <= position_N1
+    q = q_NKGD.transpose(0, 1).reshape(1, num_kv_heads, num_rows * num_shared, head_dim)
+    visible = visible.repeat_interleave(num_shared, dim=0)
+    out = F.scaled_dot_product_attention(q, key[None], value[None], attn_mask=visible, scale=scale)
+    return out.view(num_kv_heads, num_rows, num_shared, head_dim).transpose(0, 1)

@@ -1,0 +1,71 @@
+"""The constants that fix the order of every reduction, and the short name of a choice of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+
+MODES = ("invariant", "fast")
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How sums are formed. Two runs with the same ``numerics_id`` may be compared bit by bit.
+
+    Attributes:
+        mode: ``invariant``: the bits of a row depend on that row alone; ``fast``: whatever layout is quickest,
+            equal to rounding. The constants below bind ``invariant``.
+        gemm_rows: rows of a tile of a matrix product on the CPU; the last tile is padded to it.
+        kv_tile: keys that attention takes at a time, aligned to position 0.
+        kv_split: keys that share an online softmax, aligned to position 0; the splits are folded left to right.
+        k_segments: parts of the inner dimension of row-parallel products, folded as a balanced tree; a power
+            of two. 4 makes 1, 2 and 4 ranks agree.
+        head_rows: rows of the vocabulary that the head upcasts at a time.
+    """
+
+    mode: str = "invariant"
+    gemm_rows: int = 16
+    kv_tile: int = 64
+    kv_split: int = 256
+    k_segments: int = 1
+    head_rows: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"numerics.mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        for name in ("gemm_rows", "kv_tile", "kv_split", "k_segments", "head_rows"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"numerics.{name} must be a whole number, at least 1, not {value!r}")
+        if self.kv_split % self.kv_tile:
+            raise ValueError(f"numerics.kv_split must be a multiple of kv_tile {self.kv_tile}, not {self.kv_split}")
+        if self.k_segments & (self.k_segments - 1):
+            raise ValueError(f"numerics.k_segments must be a power of two, not {self.k_segments}")
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a row's bits must hang on that row alone."""
+        return self.mode == "invariant"
+
+    def numerics_id(self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str) -> str:
+        """12 hexadecimal digits over the constants, the dtypes, the kind of device and the version of torch.
+
+        On the CPU the instruction set and the number of threads count too: libraries choose by them.
+        """
+        device = torch.device(device)
+        facts: dict[str, object] = {"constants": asdict(self), "dtype": str(dtype), "kv_dtype": str(kv_dtype)}
+        facts["torch"] = torch.__version__
+        if device.type == "cpu":
+            facts["device"] = ["cpu", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+        else:
+            facts["device"] = [device.type, list(torch.cuda.get_device_capability(device))]
+        text = json.dumps(facts, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are formed in: fp64 for fp64 models, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

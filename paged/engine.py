@@ -1,0 +1,666 @@
+"""The loop around scheduler and executor, and the public API: generate, stream, add, step, abort."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from paged.core.memory import kv_budget_bytes, num_blocks_in
+from paged.core.model_spec import ModelSpec
+from paged.core.plan import Executor, StepResult
+from paged.core.policy import Fifo, Policy
+from paged.core.request import Prompt, Request, SamplingParams, sample_seed
+from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler, SchedulerConfig
+from paged.core.sequence import FinishReason
+from paged.kernels.numerics import MODES, Numerics
+from paged.model.checkpoint import load_decoder
+from paged.model.decoder import Decoder
+from paged.model.locate import checkpoint_folder
+from paged.runner.kv_cache import KVCache
+from paged.runner.runner import PromptScore, StepPayload, TopLogprobs, TorchRunner
+from paged.runner.text import TextStream, Tokenizer, token_ids_of
+from paged.step_log import StepLog
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
+
+# On a GPU, what activations and the runtime take until it is measured; on a CPU, the whole pool.
+OTHER_GPU_BYTES = 1 << 30
+CPU_POOL_BYTES = 2 << 30
+
+Prompts = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is built from; names and defaults follow vLLM where it has them.
+
+    Attributes:
+        numerics: ``invariant`` (bits of a sequence depend on it alone) or ``fast`` (equal to rounding).
+        policy: admission and preemption.
+        dtype: of weights and activations; None takes the checkpoint's.
+        kv_dtype: of the cache; None takes ``dtype``; ``fp8`` is e4m3 with a scale for each token and kv head.
+        block_size: tokens in a cache block.
+        num_blocks: blocks in the pool; None sizes it from the device's memory.
+        max_num_seqs, max_step_tokens, chunk_size: limits of a step, see ``SchedulerConfig``.
+        max_seq_len: most tokens of a sequence; None takes the model's limit, or the pool if that is smaller.
+        gpu_memory_utilization: share of a GPU's memory that the engine may use.
+        depth: most steps in flight.
+        seed: start of the random streams of requests without their own, and of dummy weights.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        prefix_reuse: reuse cached blocks of equal prefixes.
+        weights: ``auto`` reads the checkpoint, ``dummy`` makes random ones of the same shapes.
+        allow_long_context: let ``max_seq_len`` exceed the model's position limit.
+
+    Raises:
+        ValueError: naming the field and what is allowed.
+    """
+
+    numerics: str = "invariant"
+    policy: Policy = field(default_factory=Fifo)
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 256
+    max_step_tokens: int = 2048
+    chunk_size: int = 512
+    max_seq_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    depth: int = 1
+    seed: int = 0
+    device: str = "auto"
+    prefix_reuse: bool = True
+    weights: str = "auto"
+    allow_long_context: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("numerics", self.numerics, MODES)
+        _check_choice("dtype", self.dtype, (None, *DTYPES))
+        _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
+        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("weights", self.weights, ("auto", "dummy"))
+        if not isinstance(self.policy, Policy):
+            raise ValueError(f"policy must be a Policy, not {self.policy!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization!r}"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be a whole number, not {self.seed!r}")
+        self.limits(num_blocks=1 if self.num_blocks is None else self.num_blocks)
+
+    def limits(
+        self, *, num_blocks: int, max_seq_len: int | None = None, vocab_size: int | None = None
+    ) -> SchedulerConfig:
+        """The scheduler's limits, once the pool's size and the model are known."""
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_step_tokens=self.max_step_tokens,
+            chunk_size=self.chunk_size,
+            max_seq_len=self.max_seq_len if max_seq_len is None else max_seq_len,
+            vocab_size=vocab_size,
+            depth=self.depth,
+            prefix_reuse=self.prefix_reuse,
+        )
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished sample.
+
+    Attributes:
+        request_id, sample: whose it is.
+        prompt_token_ids: the prompt as the model saw it.
+        token_ids: what was generated, the token that completed a stop included.
+        text: readable text of it, cut before a stop text; empty without a tokenizer.
+        logprobs: log-probability of each of ``token_ids``, untruncated, at the request's temperature.
+        behavior_logprobs: the same under the distribution that was sampled from (penalties, bias, truncation).
+        top_logprobs: most likely tokens at each position, ids and logprobs, if asked for.
+        prompt_logprobs: for each prompt token but the first, its logprob and the alternatives, if asked for.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error``.
+        stop_reason: the stop token or text, None for the model's own end tokens.
+        num_preemptions: times it was preempted and computed again.
+        num_cached_tokens: prompt tokens taken over from the cache.
+        numerics_id: constants that fixed the bits.
+    """
+
+    request_id: str
+    sample: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    behavior_logprobs: list[float]
+    top_logprobs: list[TopLogprobs] | None
+    prompt_logprobs: list[PromptScore] | None
+    finish_reason: str
+    stop_reason: int | str | None
+    num_preemptions: int
+    num_cached_tokens: int
+    numerics_id: str
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All samples of one request, in the order of their indices."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+@dataclass(slots=True)
+class SampleUpdate:
+    """What one step added to one sample.
+
+    Attributes:
+        request_id, sample: whose it is.
+        token_ids, logprobs: new tokens, none if the step only ended the sample.
+        text: new text that a stop text can no longer take back; only for requests added with ``stream_text``.
+        output: the whole sample once it has finished.
+    """
+
+    request_id: str
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str = ""
+    output: CompletionOutput | None = None
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What has come of one live sample so far."""
+
+    request: Request
+    stream: TextStream | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: dict[int, PromptScore] = field(default_factory=dict)
+    stop_reason: int | str | None = None
+    is_stopped_by_token: bool = False
+
+
+class Engine:
+    """Continuous batching over a paged cache, on one device.
+
+    Most users call ``from_pretrained``; the parts can also be given, a mock executor for instance.
+
+    Args:
+        executor: computes plans.
+        scheduler: decides them; it must know the executor's pool size.
+        tokenizer: None if prompts are token ids.
+        seed: start of the random streams of requests that bring none.
+        numerics_id: written into every result.
+        step_log: receives every event; closed with the engine.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None = None,
+        *,
+        seed: int = 0,
+        numerics_id: str = "",
+        step_log: StepLog | None = None,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.numerics_id = numerics_id
+        self._seed = seed
+        self._log = step_log
+        self._samples: dict[tuple[str, int], _Sample] = {}
+        self._num_made_ids = 0
+        self._held: StepResult | None = None
+        self._undelivered: list[SampleUpdate] = []
+        self.startup_s = 0.0
+        if step_log is not None:
+            step_log.config(asdict(scheduler.config), repr(scheduler.policy))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = "tiny",
+        *,
+        config: EngineConfig | None = None,
+        step_log: Path | None = None,
+        **fields: Any,
+    ) -> Engine:
+        """An engine for a checkpoint.
+
+        Args:
+            model: ``tiny`` (embedded), a folder, or a Hub id in the local cache.
+            config: what to build; the defaults if absent.
+            step_log: file that receives the step log.
+            fields: fields of ``EngineConfig``, over those of ``config``.
+
+        Raises:
+            ValueError: one sentence naming the field or file that does not suit.
+        """
+        started = time.perf_counter()
+        config = replace(config or EngineConfig(), **_known_fields(fields))
+        folder = checkpoint_folder(model)
+        spec = ModelSpec.from_folder(folder)
+        device = _device(config.device)
+        numerics = Numerics(mode=config.numerics)
+        dtype = DTYPES[config.dtype or spec.dtype]
+        kv_dtype = KV_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
+        limit = _position_limit(config, spec)
+        placed: dict[str, Any] = {"numerics": numerics, "dtype": dtype, "device": device, "max_positions": limit}
+        if config.weights == "dummy":
+            decoder = Decoder.random(spec, config.seed, **placed)
+        else:
+            decoder = load_decoder(folder, **placed)
+        num_blocks = config.num_blocks or _sized_num_blocks(config, spec, dtype, kv_dtype, device, limit)
+        max_seq_len = min(limit, num_blocks * config.block_size)
+        limits = config.limits(num_blocks=num_blocks, max_seq_len=max_seq_len, vocab_size=spec.vocab_size)
+        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+        cache = KVCache(spec, num_blocks, config.block_size, dtype=kv_dtype, device=device)
+        runner = TorchRunner(
+            decoder,
+            cache,
+            tokenizer,
+            max_num_seqs=config.max_num_seqs,
+            max_seq_len=max_seq_len,
+            eos_token_ids=spec.eos_token_ids,
+        )
+        engine = cls(
+            runner,
+            Scheduler(limits, config.policy),
+            tokenizer,
+            seed=config.seed,
+            numerics_id=numerics.numerics_id(dtype=dtype, kv_dtype=kv_dtype, device=device),
+            step_log=StepLog(step_log) if step_log is not None else None,
+        )
+        engine.startup_s = time.perf_counter() - started
+        return engine
+
+    # Requests
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sample is still to be worked on or to be delivered by ``step``."""
+        return self.scheduler.has_unfinished or bool(self._undelivered)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold blocks now."""
+        return self.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that wait for admission."""
+        return self.scheduler.num_waiting
+
+    def add_request(
+        self,
+        prompt: Prompts,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        samples: Iterable[int] | None = None,
+        stream_text: bool = False,
+    ) -> str:
+        """Queue a prompt; its samples appear in what ``step`` returns.
+
+        Args:
+            prompt: text, token ids, or a mapping with ``prompt``, ``prompt_token_ids`` or ``messages``.
+            params: sampling parameters; the defaults if absent.
+            request_id: unique among live requests; counted up over the engine's life if absent.
+            samples: indices of the samples wanted, all ``params.n`` if absent.
+            stream_text: report text as it grows, at the price of detokenizing every step.
+
+        Returns:
+            the request's id.
+
+        Raises:
+            ValueError: the request is refused; the engine and its other requests are as before.
+        """
+        params = params if params is not None else SamplingParams()
+        token_ids = self.tokenizer.prompt_ids(prompt) if self.tokenizer is not None else _ids_without_tokenizer(prompt)
+        if self.tokenizer is None and (params.stop or stream_text):
+            raise ValueError("stop needs text, and this checkpoint has no tokenizer")
+        self._check_ids(params)
+        if request_id is None:
+            request_id = self._make_id()
+        elif self.scheduler.is_live(request_id):
+            raise ValueError(f"id {request_id!r} is in use by a request that has not finished")
+        shared = Prompt(token_ids)
+        max_tokens = self.scheduler.max_tokens_for(len(shared), params.max_tokens)
+        wanted = range(params.n) if samples is None else list(samples)
+        requests = [
+            Request(request_id, j, shared, params, sample_seed(request_id, params.seed, j, self._seed), max_tokens)
+            for j in wanted
+        ]
+        self.scheduler.add(requests)
+        for request in requests:
+            stream = self.tokenizer.stream(params.stop) if stream_text and self.tokenizer is not None else None
+            self._samples[request.key] = _Sample(request, stream)
+        if self._log is not None:
+            self._log.add(requests)
+        return request_id
+
+    def abort(self, request_id: str) -> list[CompletionOutput]:
+        """End a request now; what its live samples have so far is returned. An unknown id gives an empty list."""
+        return self._end(request_id, None, FinishReason.ABORT)
+
+    # The loop
+
+    def step(self) -> list[SampleUpdate]:
+        """Plan, execute and commit: one step of the batch.
+
+        Returns:
+            what was added to which sample; empty if nothing was to be done.
+
+        Raises:
+            NonFiniteLogitsError: a ``FloatingPointError`` naming requests whose logits held a NaN. Nothing has
+                advanced; the next ``step`` goes on once they are aborted.
+        """
+        updates, self._undelivered = self._undelivered, []
+        if updates:
+            return updates
+        if self._held is None:
+            self._held = self._advance()
+        if self._held is None:
+            return []
+        result = self._held
+        commit = self.scheduler.commit(result)
+        self._held = None
+        if self._log is not None:
+            self._log.commit(result)
+        return self._take_in(result.payload, commit.accepted, commit.finished)
+
+    def run_step(self) -> list[SampleUpdate]:
+        """``step`` that ends requests with NaN logits as ``error`` and goes on with the others."""
+        try:
+            return self.step()
+        except NonFiniteLogitsError as error:
+            updates = []
+            for request in error.requests:
+                ended = self._end(request.id, request.sample, FinishReason.ERROR)
+                updates += [SampleUpdate(o.request_id, o.sample, [], [], output=o) for o in ended]
+            return updates
+
+    def generate(
+        self,
+        prompts: Prompts | Sequence[Prompts],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts and wait.
+
+        Args:
+            prompts: one prompt or a list of them (a list of ids is one prompt).
+            params: for all, or one for each.
+            use_tqdm: show a progress bar on standard error.
+
+        Returns:
+            one result a prompt, in order. Samples whose logits held a NaN have the finish reason ``error``.
+
+        Raises:
+            ValueError: a prompt or its parameters are refused (the message says which); none is generated then.
+        """
+        batch = _prompt_list(prompts)
+        all_params = _params_list(params, len(batch))
+        ids: list[str] = []
+        finished: dict[str, dict[int, CompletionOutput]] = {}
+        num_samples = 0
+        foreign: list[SampleUpdate] = []
+        try:
+            for index, (prompt, one) in enumerate(zip(batch, all_params, strict=True)):
+                try:
+                    ids.append(self.add_request(prompt, one))
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}" if len(batch) > 1 else str(error)) from None
+                finished[ids[-1]] = {}
+                num_samples += one.n
+            with tqdm(total=num_samples, desc="samples", disable=not use_tqdm) as bar:
+                num_finished, num_tokens, began = 0, 0, time.perf_counter()
+                while num_finished < num_samples:
+                    for update in self.run_step():
+                        if update.request_id not in finished:
+                            foreign.append(update)
+                            continue
+                        num_tokens += len(update.token_ids)
+                        if update.output is not None:
+                            finished[update.request_id][update.sample] = update.output
+                            num_finished += 1
+                            bar.update()
+                    rate = num_tokens / (time.perf_counter() - began)
+                    bar.set_postfix_str(f"{rate:.0f} tok/s, {self.num_running} running", refresh=False)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        finally:
+            self._undelivered += foreign
+        outputs = [[finished[i][j] for j in sorted(finished[i])] for i in ids]
+        return [RequestOutput(i, out[0].prompt_token_ids, out) for i, out in zip(ids, outputs, strict=True)]
+
+    def stream(self, prompt: Prompts, params: SamplingParams | None = None) -> Iterator[SampleUpdate]:
+        """Generate for one prompt and yield updates as they come; closing the iterator aborts the request.
+
+        Other requests make progress meanwhile; their updates wait for the next ``step``.
+        """
+        request_id = self.add_request(prompt, params, stream_text=self.tokenizer is not None)
+        foreign: list[SampleUpdate] = []
+        try:
+            while self.scheduler.is_live(request_id):
+                for update in self.run_step():
+                    if update.request_id == request_id:
+                        yield update
+                    else:
+                        foreign.append(update)
+        finally:
+            self.abort(request_id)
+            self._undelivered += foreign
+
+    def metrics(self) -> dict[str, int | float]:
+        """Counts and sizes for a summary: tokens, steps, preemptions, the pool, peak device memory, start-up time."""
+        counters = asdict(self.scheduler.counters)
+        limits = self.scheduler.config
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        return {
+            **counters,
+            "preemptions": counters["num_preemptions"],
+            "kv_tokens": limits.num_blocks * limits.block_size,
+            "peak_device_bytes": peak,
+            "startup_s": self.startup_s,
+        }
+
+    def close(self) -> None:
+        """Close the step log. The engine must not be used afterwards."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    # Inside
+
+    def _advance(self) -> StepResult | None:
+        """Fill the pipeline, then wait for its oldest step; None if there is nothing to do."""
+        scheduler = self.scheduler
+        try:
+            while scheduler.num_in_flight < scheduler.config.depth and (plan := scheduler.plan()) is not None:
+                if self._log is not None:
+                    self._log.plan(plan)
+                self.executor.submit(plan)
+            return self.executor.collect() if scheduler.num_in_flight else None
+        except BaseException:
+            # Whatever was in flight is lost; sequences keep their committed tokens and start again.
+            self.executor.abandon()
+            scheduler.abandon()
+            if self._log is not None:
+                self._log.abandon()
+            raise
+
+    def _take_in(
+        self, payload: StepPayload, accepted: Sequence[Request | None], finished: Sequence[Finished]
+    ) -> list[SampleUpdate]:
+        for (request_id, index), first, scores in payload.scores:
+            if (sample := self._samples.get((request_id, index))) is not None:
+                sample.prompt_logprobs.update(enumerate(scores, first))
+        updates: dict[tuple[str, int], SampleUpdate] = {}
+        for row, request in enumerate(accepted):
+            if request is None:
+                continue
+            sample = self._samples[request.key]
+            token, logprob = payload.tokens[row], payload.logprobs[row]
+            sample.token_ids.append(token)
+            sample.logprobs.append(logprob)
+            sample.behavior_logprobs.append(payload.behavior_logprobs[row])
+            if (top := payload.top_logprobs.get(row)) is not None:
+                sample.top_logprobs.append(top)
+            if (stop := payload.stops.get(row)) is not None:
+                sample.stop_reason, sample.is_stopped_by_token = stop.reason, stop.is_token
+            update = updates[request.key] = SampleUpdate(request.id, request.sample, [token], [logprob])
+            if sample.stream is not None and not sample.is_stopped_by_token:
+                sample.stream.push(token)
+                update.text = sample.stream.release()
+        for end in finished:
+            update = updates[end.request.key]
+            sample = self._samples[end.request.key]
+            update.output = self._output(end)
+            if sample.stream is not None:
+                update.text += update.output.text[sample.stream.num_released :]
+        return list(updates.values())
+
+    def _end(self, request_id: str, index: int | None, reason: FinishReason) -> list[CompletionOutput]:
+        """End samples from outside; the plan in flight drops their rows."""
+        ended = self.scheduler.abort(request_id, index, reason)
+        if ended and self._log is not None:
+            self._log.abort(request_id, index, reason.value)
+        return [self._output(end) for end in ended]
+
+    def _output(self, end: Finished) -> CompletionOutput:
+        """The finished sample's record; forgets the sample."""
+        sample = self._samples.pop(end.request.key)
+        request = sample.request
+        text = ""
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(sample.token_ids[:-1] if sample.is_stopped_by_token else sample.token_ids)
+            if isinstance(sample.stop_reason, str) and sample.stop_reason in text:
+                text = text[: text.index(sample.stop_reason)]
+        scored = request.params.prompt_logprobs is not None
+        return CompletionOutput(
+            request_id=request.id,
+            sample=request.sample,
+            prompt_token_ids=list(request.prompt.token_ids),
+            token_ids=sample.token_ids,
+            text=text,
+            logprobs=sample.logprobs,
+            behavior_logprobs=sample.behavior_logprobs,
+            top_logprobs=sample.top_logprobs if request.params.logprobs is not None else None,
+            prompt_logprobs=[sample.prompt_logprobs[i] for i in sorted(sample.prompt_logprobs)] if scored else None,
+            finish_reason=end.reason.value,
+            stop_reason=sample.stop_reason,
+            num_preemptions=end.num_preemptions,
+            num_cached_tokens=end.num_cached_tokens,
+            numerics_id=self.numerics_id,
+        )
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        vocab_size = self.scheduler.config.vocab_size
+        if vocab_size is None:
+            return
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name} holds {token_id}, outside the vocabulary, 0 to {vocab_size - 1}")
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                raise ValueError(f"{name} must be at most the vocabulary's size, {vocab_size}, not {count}")
+
+    def _make_id(self) -> str:
+        while True:
+            request_id = f"request-{self._num_made_ids}"
+            self._num_made_ids += 1
+            if not self.scheduler.is_live(request_id):
+                return request_id
+
+
+def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        choices = ", ".join("null" if item is None else str(item) for item in allowed)
+        raise ValueError(f"{name} must be one of {choices}, not {value!r}")
+
+
+def _known_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    for name in fields:
+        if name not in EngineConfig.__dataclass_fields__:
+            raise ValueError(
+                f"{name} is not a field of EngineConfig; known: {', '.join(EngineConfig.__dataclass_fields__)}"
+            )
+    return dict(fields)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no GPU here; use device=cpu or device=auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def _position_limit(config: EngineConfig, spec: ModelSpec) -> int:
+    limit = spec.max_position_embeddings
+    if config.max_seq_len is None:
+        return limit
+    if config.max_seq_len > limit and not config.allow_long_context:
+        raise ValueError(
+            f"max_seq_len {config.max_seq_len} exceeds the model's max_position_embeddings {limit}; "
+            "set allow_long_context=true to do so anyway"
+        )
+    return config.max_seq_len
+
+
+def _sized_num_blocks(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, limit: int
+) -> int:
+    """Blocks of a pool that fills the device's share, but holds no more than the sequences could use."""
+    scale_bytes = 4 / spec.head_dim if kv_dtype == torch.float8_e4m3fn else 0
+    block_bytes = int(config.block_size * spec.kv_bytes_per_token(1) * (kv_dtype.itemsize + scale_bytes))
+    if device.type == "cpu":
+        budget = CPU_POOL_BYTES
+    else:
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+        weights = spec.num_parameters() * dtype.itemsize
+        budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES)
+    num_blocks = num_blocks_in(budget, block_bytes)
+    if num_blocks < 1:
+        raise ValueError(
+            f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for the cache beside the weights; "
+            "raise it, or use a smaller dtype"
+        )
+    return min(num_blocks, config.max_num_seqs * -(-limit // config.block_size))
+
+
+def _ids_without_tokenizer(prompt: Prompts) -> list[int]:
+    if isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
+        raise ValueError("this checkpoint has no tokenizer.json, so the prompt must be prompt_token_ids")
+    return token_ids_of(prompt)
+
+
+def _prompt_list(prompts: Prompts | Sequence[Prompts]) -> list[Prompts]:
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"params must be one for all prompts or one for each, not {len(params)} for {count}")
+    return list(params)

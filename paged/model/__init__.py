@@ -1,0 +1,1 @@
+"""The network: its layers, the decoder made of them, and the reading of checkpoints."""

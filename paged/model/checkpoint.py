@@ -1,0 +1,198 @@
+"""Reading a Hugging Face checkpoint folder into a decoder: everything is checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paged.core.model_spec import ModelSpec
+from paged.kernels.numerics import Numerics
+from paged.model.decoder import Decoder
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Rows of a tied head that are compared with the embedding at a time.
+COMPARED_ROWS = 16384
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is not what its ``config.json`` describes; ``violations`` holds one sentence for each fault."""
+
+    def __init__(self, folder: Path, violations: list[str]) -> None:
+        self.violations = tuple(violations)
+        lines = "\n".join(f"  {violation}" for violation in violations)
+        noun = "violation" if len(violations) == 1 else "violations"
+        super().__init__(f"{folder} can't be loaded, {len(violations)} {noun}:\n{lines}")
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Where a tensor lies, from a file's header."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_decoder(
+    folder: Path | str,
+    *,
+    numerics: Numerics,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_positions: int | None = None,
+) -> Decoder:
+    """The decoder of a checkpoint folder: ``config.json``, ``generation_config.json`` and safetensors files.
+
+    The weights are one ``model.safetensors`` or the shards that ``model.safetensors.index.json`` names. They are
+    streamed tensor by tensor into the decoder's own memory, rounded to ``dtype`` (``None``: the config's).
+
+    Raises:
+        ValueError: the configuration is malformed or not supported; names the file and the field.
+        CheckpointError: the tensors are not exactly those of the architecture; lists every violation.
+    """
+    folder = Path(folder)
+    spec = ModelSpec.from_folder(folder)
+    stored = check_checkpoint(folder, spec)
+    decoder = Decoder(spec, numerics=numerics, dtype=dtype, device=device, max_positions=max_positions)
+    targets = decoder.tensors()
+    assert {name: tuple(t.shape) for name, t in targets.items()} == spec.parameter_shapes()
+    by_file: dict[str, list[str]] = {}
+    for name in targets:
+        by_file.setdefault(stored[name].file, []).append(name)
+    for file, names in by_file.items():
+        with safe_open(folder / file, framework="pt") as reader:
+            for name in names:
+                targets[name].copy_(reader.get_tensor(name))
+    return decoder
+
+
+def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _StoredTensor]:
+    """Compare the headers of a folder's files with ``spec``; where each tensor lies, if they agree.
+
+    A model with a tied head may store it all the same, provided that it equals the embedding.
+
+    Raises:
+        CheckpointError: listing every violation.
+    """
+    folder = Path(folder)
+    violations: list[str] = []
+    expected = spec.parameter_shapes()
+    stored, unreadable = _read_headers(folder, expected, violations)
+    optional = {HEAD: expected[EMBEDDING]} if spec.tie_word_embeddings else {}
+    violations += [f"tensor {name} is missing" for name in expected if name not in stored and name not in unreadable]
+    for name, tensor in stored.items():
+        shape = expected.get(name, optional.get(name))
+        if shape is None:
+            violations.append(f"tensor {name} in {tensor.file} is not part of the model")
+            continue
+        if tensor.shape != shape:
+            violations.append(
+                f"tensor {name} in {tensor.file} has shape {list(tensor.shape)}, the model needs {list(shape)}"
+            )
+        if tensor.dtype not in FLOAT_DTYPES:
+            violations.append(
+                f"tensor {name} in {tensor.file} has dtype {tensor.dtype}, not one of {', '.join(FLOAT_DTYPES)}"
+            )
+    if not violations and HEAD in stored and HEAD in optional and not _equals_embedding(folder, stored):
+        violations.append(f"tensor {HEAD} differs from {EMBEDDING}, though config.json has tie_word_embeddings true")
+    if violations:
+        raise CheckpointError(folder, violations)
+    return stored
+
+
+def _read_headers(
+    folder: Path, expected: Collection[str], violations: list[str]
+) -> tuple[dict[str, _StoredTensor], Collection[str]]:
+    """The tensors of all weight files, and the names that no file could be asked about.
+
+    Appends what is wrong with the files and the index to ``violations``. The tensors of an unreadable file are not
+    reported as missing too: that would hide the fault in a flood.
+    """
+    has_index, has_single = (folder / INDEX_FILE).exists(), (folder / SINGLE_FILE).exists()
+    if has_index and has_single:
+        violations.append(f"both {SINGLE_FILE} and {INDEX_FILE} are there; which one counts is not clear")
+        return {}, expected
+    if not has_index and not has_single:
+        violations.append(f"neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+        return {}, expected
+    weight_map = _read_index(folder, violations) if has_index else dict.fromkeys(expected, SINGLE_FILE)
+    if weight_map is None:
+        return {}, expected
+    stored: dict[str, _StoredTensor] = {}
+    unreadable: set[str] = set()
+    for file in sorted(set(weight_map.values())):
+        placed = [name for name, home in weight_map.items() if home == file]
+        fault = _read_header(folder, file, stored, weight_map if has_index else None, violations)
+        if fault is not None:
+            violations.append(fault)
+            unreadable.update(placed)
+        elif has_index:
+            absent = [name for name in placed if name not in stored]
+            violations += [f"tensor {name} is not in {file}, where {INDEX_FILE} places it" for name in absent]
+            unreadable.update(absent)
+    return stored, unreadable
+
+
+def _read_header(
+    folder: Path,
+    file: str,
+    stored: dict[str, _StoredTensor],
+    weight_map: Mapping[str, str] | None,
+    violations: list[str],
+) -> str | None:
+    """Add one file's tensors to ``stored``; a sentence if the file can't be read."""
+    if Path(file).name != file:
+        return f"shard {file!r}, named by {INDEX_FILE}, is not a file of the folder"
+    if not (folder / file).is_file():
+        return f"shard {file}, named by {INDEX_FILE}, is absent"
+    try:
+        with safe_open(folder / file, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (a file is not iterable)
+                header = reader.get_slice(name)
+                if weight_map is not None and weight_map.get(name) != file:
+                    place = f"places it in {weight_map[name]}" if name in weight_map else "does not name it"
+                    violations.append(f"tensor {name} is in {file}, but {INDEX_FILE} {place}")
+                stored.setdefault(name, _StoredTensor(file, tuple(header.get_shape()), header.get_dtype()))
+    except (SafetensorError, OSError) as error:
+        return f"file {file} is damaged or can't be read ({error})"
+    return None
+
+
+def _read_index(folder: Path, violations: list[str]) -> dict[str, str] | None:
+    """The index's map of tensor names to files, or ``None`` and a violation."""
+    try:
+        index: Any = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        violations.append(f"file {INDEX_FILE} is damaged or can't be read ({error})")
+        return None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        violations.append(f"file {INDEX_FILE} holds no weight_map of tensor names to files")
+        return None
+    return weight_map
+
+
+def _equals_embedding(folder: Path, stored: Mapping[str, _StoredTensor]) -> bool:
+    """Whether the stored head equals the stored embedding, in dtype and bit by bit, read a few rows at a time."""
+    head, embedding = stored[HEAD], stored[EMBEDDING]
+    if head.dtype != embedding.dtype:
+        return False
+    with (
+        safe_open(folder / head.file, framework="pt") as left,
+        safe_open(folder / embedding.file, framework="pt") as right,
+    ):
+        head_rows, embedding_rows = left.get_slice(HEAD), right.get_slice(EMBEDDING)
+        for first in range(0, head.shape[0], COMPARED_ROWS):
+            rows = slice(first, first + COMPARED_ROWS)
+            if not torch.equal(head_rows[rows], embedding_rows[rows]):
+                return False
+    return True

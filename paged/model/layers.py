@@ -1,0 +1,193 @@
+"""The layers of a decoder: modules that hold weights and call kernels.
+
+Sizes come from a ``ModelSpec`` alone. A rank's part of a sharded model is built from a spec with fewer heads and a
+narrower MLP; what ranks exchange is added from outside, by replacing a module (an attention's ``output``, an MLP's
+``down``) with one that communicates. ``tensors`` names the weights as checkpoints do.
+
+Shapes: T rows of the step, N outputs and K inputs of a product, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paged.core.model_spec import ModelSpec
+from paged.kernels.activation import silu_mul
+from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.kv_cache import LayerCache, store
+from paged.kernels.linear import linear
+from paged.kernels.norm import rms_norm
+from paged.kernels.numerics import Numerics
+from paged.kernels.rope import apply_rope
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What all layers of a decoder share: how sums are formed, the dtype of the weights and where they lie."""
+
+    numerics: Numerics
+    dtype: torch.dtype
+    device: torch.device
+
+    def weight(self, *shape: int) -> nn.Parameter:
+        """A weight whose numbers are still to be written."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """One matrix product; several projections of the same input may stand in one weight, row range by row range.
+
+    Args:
+        parts: (checkpoint name, rows) of the projections that the weight holds, in order.
+        in_size: inputs.
+        placement: numerics, dtype, device.
+        bias: whether each part has a bias.
+        k_segments: see ``paged.kernels.linear``.
+    """
+
+    def __init__(
+        self,
+        parts: tuple[tuple[str, int], ...],
+        in_size: int,
+        placement: Placement,
+        *,
+        bias: bool = False,
+        k_segments: int = 1,
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.numerics = placement.numerics
+        self.k_segments = k_segments
+        out_size = sum(rows for _, rows in parts)
+        self.weight = placement.weight(out_size, in_size)
+        self.bias = placement.weight(out_size) if bias else None
+
+    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """The product [T, N]."""
+        return linear(x_TK, self.weight, self.bias, numerics=self.numerics, k_segments=self.k_segments)
+
+    def tensors(self) -> NamedTensors:
+        """Each part's weight (and bias) as a view, by checkpoint name."""
+        first = 0
+        for name, rows in self.parts:
+            yield f"{name}.weight", self.weight[first : first + rows]
+            if self.bias is not None:
+                yield f"{name}.bias", self.bias[first : first + rows]
+            first += rows
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, with a weight."""
+
+    def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.weight = placement.weight(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalized rows, contiguous."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def tensors(self) -> NamedTensors:
+        """The weight, by checkpoint name."""
+        yield f"{self.name}.weight", self.weight
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions over the paged cache."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, placement: Placement) -> None:
+        super().__init__()
+        self.spec = spec
+        self.numerics = placement.numerics
+        parts = (
+            (f"{prefix}q_proj", spec.q_size),
+            (f"{prefix}k_proj", spec.kv_size),
+            (f"{prefix}v_proj", spec.kv_size),
+        )
+        out_parts = ((f"{prefix}o_proj", spec.hidden_size),)
+        segments = placement.numerics.k_segments
+        self.qkv = Linear(parts, spec.hidden_size, placement, bias=spec.qkv_bias)
+        self.output = Linear(out_parts, spec.q_size, placement, bias=spec.o_bias, k_segments=segments)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if spec.qk_norm != "none":
+            per_head = spec.qk_norm == "head"
+            self.q_width, self.k_width = (spec.head_dim, spec.head_dim) if per_head else (spec.q_size, spec.kv_size)
+            self.q_norm = RMSNorm(f"{prefix}q_norm", self.q_width, spec.rms_norm_eps, placement)
+            self.k_norm = RMSNorm(f"{prefix}k_norm", self.k_width, spec.rms_norm_eps, placement)
+
+    def forward(
+        self, x_TN: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, layout: BatchLayout, cache: LayerCache
+    ) -> torch.Tensor:
+        """Store the rows' keys and values in ``cache``, then attend; [T, hidden]."""
+        spec = self.spec
+        q, k, v = self.qkv(x_TN).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q.unflatten(-1, (-1, self.q_width)))
+            k = self.k_norm(k.unflatten(-1, (-1, self.k_width)))
+        num_rows = x_TN.shape[0]
+        q_THD = apply_rope(q.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
+        k_TKD = apply_rope(k.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
+        store(cache, k_TKD, v.reshape(num_rows, -1, spec.head_dim), layout.slots_T)
+        out_THD = attention(q_THD, cache, layout, scale=spec.head_dim**-0.5, numerics=self.numerics)
+        return self.output(out_THD.flatten(1))
+
+    def tensors(self) -> NamedTensors:
+        """All weights, by checkpoint name."""
+        for module in (self.qkv, self.q_norm, self.k_norm, self.output):
+            if module is not None:
+                yield from module.tensors()
+
+
+class MLP(nn.Module):
+    """The gated MLP: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, placement: Placement) -> None:
+        super().__init__()
+        size = spec.intermediate_size
+        parts = ((f"{prefix}gate_proj", size), (f"{prefix}up_proj", size))
+        out_parts = ((f"{prefix}down_proj", spec.hidden_size),)
+        self.gate_up = Linear(parts, spec.hidden_size, placement)
+        self.down = Linear(out_parts, size, placement, k_segments=placement.numerics.k_segments)
+
+    def forward(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]."""
+        return self.down(silu_mul(self.gate_up(x_TN)))
+
+    def tensors(self) -> NamedTensors:
+        """All weights, by checkpoint name."""
+        yield from self.gate_up.tensors()
+        yield from self.down.tensors()
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec, index: int, placement: Placement) -> None:
+        super().__init__()
+        prefix = f"model.layers.{index}."
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_norm = RMSNorm(f"{prefix}input_layernorm", size, eps, placement)
+        self.attention = Attention(spec, f"{prefix}self_attn.", placement)
+        self.mlp_norm = RMSNorm(f"{prefix}post_attention_layernorm", size, eps, placement)
+        self.mlp = MLP(spec, f"{prefix}mlp.", placement)
+
+    def forward(
+        self, x_TN: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, layout: BatchLayout, cache: LayerCache
+    ) -> torch.Tensor:
+        """The residual stream after this layer; writes the rows' keys and values into ``cache``."""
+        x_TN = x_TN + self.attention(self.input_norm(x_TN), cos_TD, sin_TD, layout, cache)
+        return x_TN + self.mlp(self.mlp_norm(x_TN))
+
+    def tensors(self) -> NamedTensors:
+        """All weights, by checkpoint name."""
+        for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
+            yield from module.tensors()

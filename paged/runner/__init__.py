@@ -1,0 +1,1 @@
+"""Executing plans on a device: the cache, the state of the batch, the sampler."""
