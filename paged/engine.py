@@ -4,177 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from paged.core.memory import kv_budget_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
 from paged.core.plan import Executor, StepResult
-from paged.core.policy import Fifo, Policy
 from paged.core.request import Prompt, Request, SamplingParams, sample_seed
-from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler, SchedulerConfig
+from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
-from paged.kernels.numerics import MODES, Numerics
+from paged.engine_config import DTYPES, KV_DTYPES, EngineConfig, position_limit, resolve_device, sized_num_blocks
+from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import load_decoder
 from paged.model.decoder import Decoder
 from paged.model.locate import checkpoint_folder
+from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
 from paged.runner.kv_cache import KVCache
 from paged.runner.runner import PromptScore, StepPayload, TopLogprobs, TorchRunner
 from paged.runner.text import TextStream, Tokenizer, token_ids_of
 from paged.step_log import StepLog
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
-
-# On a GPU, what activations and the runtime take until it is measured; on a CPU, the whole pool.
-OTHER_GPU_BYTES = 1 << 30
-CPU_POOL_BYTES = 2 << 30
+__all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate"]
 
 Prompts = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What an engine is built from; names and defaults follow vLLM where it has them.
-
-    Attributes:
-        numerics: ``invariant`` (bits of a sequence depend on it alone) or ``fast`` (equal to rounding).
-        policy: admission and preemption.
-        dtype: of weights and activations; None takes the checkpoint's.
-        kv_dtype: of the cache; None takes ``dtype``; ``fp8`` is e4m3 with a scale for each token and kv head.
-        block_size: tokens in a cache block.
-        num_blocks: blocks in the pool; None sizes it from the device's memory.
-        max_num_seqs, max_step_tokens, chunk_size: limits of a step, see ``SchedulerConfig``.
-        max_seq_len: most tokens of a sequence; None takes the model's limit, or the pool if that is smaller.
-        gpu_memory_utilization: share of a GPU's memory that the engine may use.
-        depth: most steps in flight.
-        seed: start of the random streams of requests without their own, and of dummy weights.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        prefix_reuse: reuse cached blocks of equal prefixes.
-        weights: ``auto`` reads the checkpoint, ``dummy`` makes random ones of the same shapes.
-        allow_long_context: let ``max_seq_len`` exceed the model's position limit.
-
-    Raises:
-        ValueError: naming the field and what is allowed.
-    """
-
-    numerics: str = "invariant"
-    policy: Policy = field(default_factory=Fifo)
-    dtype: str | None = None
-    kv_dtype: str | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    max_num_seqs: int = 256
-    max_step_tokens: int = 2048
-    chunk_size: int = 512
-    max_seq_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    depth: int = 1
-    seed: int = 0
-    device: str = "auto"
-    prefix_reuse: bool = True
-    weights: str = "auto"
-    allow_long_context: bool = False
-
-    def __post_init__(self) -> None:
-        _check_choice("numerics", self.numerics, MODES)
-        _check_choice("dtype", self.dtype, (None, *DTYPES))
-        _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
-        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        _check_choice("weights", self.weights, ("auto", "dummy"))
-        if not isinstance(self.policy, Policy):
-            raise ValueError(f"policy must be a Policy, not {self.policy!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization!r}"
-            )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed must be a whole number, not {self.seed!r}")
-        self.limits(num_blocks=1 if self.num_blocks is None else self.num_blocks)
-
-    def limits(
-        self, *, num_blocks: int, max_seq_len: int | None = None, vocab_size: int | None = None
-    ) -> SchedulerConfig:
-        """The scheduler's limits, once the pool's size and the model are known."""
-        return SchedulerConfig(
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_step_tokens=self.max_step_tokens,
-            chunk_size=self.chunk_size,
-            max_seq_len=self.max_seq_len if max_seq_len is None else max_seq_len,
-            vocab_size=vocab_size,
-            depth=self.depth,
-            prefix_reuse=self.prefix_reuse,
-        )
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One finished sample.
-
-    Attributes:
-        request_id, sample: whose it is.
-        prompt_token_ids: the prompt as the model saw it.
-        token_ids: what was generated, the token that completed a stop included.
-        text: readable text of it, cut before a stop text; empty without a tokenizer.
-        logprobs: log-probability of each of ``token_ids``, untruncated, at the request's temperature.
-        behavior_logprobs: the same under the distribution that was sampled from (penalties, bias, truncation).
-        top_logprobs: most likely tokens at each position, ids and logprobs, if asked for.
-        prompt_logprobs: for each prompt token but the first, its logprob and the alternatives, if asked for.
-        finish_reason: ``stop``, ``length``, ``abort`` or ``error``.
-        stop_reason: the stop token or text, None for the model's own end tokens.
-        num_preemptions: times it was preempted and computed again.
-        num_cached_tokens: prompt tokens taken over from the cache.
-        numerics_id: constants that fixed the bits.
-    """
-
-    request_id: str
-    sample: int
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    logprobs: list[float]
-    behavior_logprobs: list[float]
-    top_logprobs: list[TopLogprobs] | None
-    prompt_logprobs: list[PromptScore] | None
-    finish_reason: str
-    stop_reason: int | str | None
-    num_preemptions: int
-    num_cached_tokens: int
-    numerics_id: str
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """All samples of one request, in the order of their indices."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-
-
-@dataclass(slots=True)
-class SampleUpdate:
-    """What one step added to one sample.
-
-    Attributes:
-        request_id, sample: whose it is.
-        token_ids, logprobs: new tokens, none if the step only ended the sample.
-        text: new text that a stop text can no longer take back; only for requests added with ``stream_text``.
-        output: the whole sample once it has finished.
-    """
-
-    request_id: str
-    sample: int
-    token_ids: list[int]
-    logprobs: list[float]
-    text: str = ""
-    output: CompletionOutput | None = None
 
 
 @dataclass(slots=True)
@@ -251,20 +106,20 @@ class Engine:
             ValueError: one sentence naming the field or file that does not suit.
         """
         started = time.perf_counter()
-        config = replace(config or EngineConfig(), **_known_fields(fields))
+        config = (config or EngineConfig()).replaced(**fields)
         folder = checkpoint_folder(model)
         spec = ModelSpec.from_folder(folder)
-        device = _device(config.device)
+        device = resolve_device(config.device)
         numerics = Numerics(mode=config.numerics)
         dtype = DTYPES[config.dtype or spec.dtype]
         kv_dtype = KV_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
-        limit = _position_limit(config, spec)
+        limit = position_limit(config, spec)
         placed: dict[str, Any] = {"numerics": numerics, "dtype": dtype, "device": device, "max_positions": limit}
         if config.weights == "dummy":
             decoder = Decoder.random(spec, config.seed, **placed)
         else:
             decoder = load_decoder(folder, **placed)
-        num_blocks = config.num_blocks or _sized_num_blocks(config, spec, dtype, kv_dtype, device, limit)
+        num_blocks = config.num_blocks or sized_num_blocks(config, spec, dtype, kv_dtype, device, limit)
         max_seq_len = min(limit, num_blocks * config.block_size)
         limits = config.limits(num_blocks=num_blocks, max_seq_len=max_seq_len, vocab_size=spec.vocab_size)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
@@ -590,60 +445,6 @@ class Engine:
             self._num_made_ids += 1
             if not self.scheduler.is_live(request_id):
                 return request_id
-
-
-def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        choices = ", ".join("null" if item is None else str(item) for item in allowed)
-        raise ValueError(f"{name} must be one of {choices}, not {value!r}")
-
-
-def _known_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    for name in fields:
-        if name not in EngineConfig.__dataclass_fields__:
-            raise ValueError(
-                f"{name} is not a field of EngineConfig; known: {', '.join(EngineConfig.__dataclass_fields__)}"
-            )
-    return dict(fields)
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no GPU here; use device=cpu or device=auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def _position_limit(config: EngineConfig, spec: ModelSpec) -> int:
-    limit = spec.max_position_embeddings
-    if config.max_seq_len is None:
-        return limit
-    if config.max_seq_len > limit and not config.allow_long_context:
-        raise ValueError(
-            f"max_seq_len {config.max_seq_len} exceeds the model's max_position_embeddings {limit}; "
-            "set allow_long_context=true to do so anyway"
-        )
-    return config.max_seq_len
-
-
-def _sized_num_blocks(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, limit: int
-) -> int:
-    """Blocks of a pool that fills the device's share, but holds no more than the sequences could use."""
-    scale_bytes = 4 / spec.head_dim if kv_dtype == torch.float8_e4m3fn else 0
-    block_bytes = int(config.block_size * spec.kv_bytes_per_token(1) * (kv_dtype.itemsize + scale_bytes))
-    if device.type == "cpu":
-        budget = CPU_POOL_BYTES
-    else:
-        device_bytes = torch.cuda.get_device_properties(device).total_memory
-        weights = spec.num_parameters() * dtype.itemsize
-        budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES)
-    num_blocks = num_blocks_in(budget, block_bytes)
-    if num_blocks < 1:
-        raise ValueError(
-            f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for the cache beside the weights; "
-            "raise it, or use a smaller dtype"
-        )
-    return min(num_blocks, config.max_num_seqs * -(-limit // config.block_size))
 
 
 def _ids_without_tokenizer(prompt: Prompts) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from paged.core.plan import SAMPLE, SCORE, Started, StepPlan, StepResult
 from paged.core.request import Request
 from paged.kernels.attention import BatchLayout
+from paged.kernels.numerics import compute_dtype
 from paged.kernels.sampling import (
     LogitBias,
     Penalties,
@@ -170,10 +171,16 @@ class TorchRunner:
                 first = int(ends[row] - lengths[row])
                 scores.append(self._score(plan, row, hidden_TD[first : int(ends[row])], nan_rows))
         last_R = torch.as_tensor(ends[sampled] - 1, device=self.device)
-        logits_RV = self.decoder.logits(hidden_TD.index_select(0, last_R))
+        logits_RV = self._logits(hidden_TD.index_select(0, last_R))
         rows = self._sample(plan, sampled, logits_RV)
         tops = self._alternatives(plan, sampled, logits_RV)
         return self._result(plan, sampled, rows, tops, scores, nan_rows, start_s)
+
+    def _logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits of the rows that sample; a step in which every chunk ends before its text does has none."""
+        if len(hidden_RD) == 0:
+            return torch.empty((0, self.decoder.spec.vocab_size), dtype=compute_dtype(hidden_RD.dtype), device=self.device)
+        return self.decoder.logits(hidden_RD)
 
     def _apply(self, plan: StepPlan) -> None:
         """Bring the slots up to the plan."""

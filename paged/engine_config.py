@@ -1,0 +1,169 @@
+"""What an engine is built from: the typed options, and how device, lengths and pool size follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from paged.core.memory import kv_budget_bytes, num_blocks_in
+from paged.core.model_spec import ModelSpec
+from paged.core.policy import Fifo, Policy, num_blocks_for
+from paged.core.scheduler import SchedulerConfig
+from paged.kernels.numerics import MODES
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
+
+# On a GPU, what activations and the runtime take until it is measured; on a CPU, the whole pool.
+OTHER_GPU_BYTES = 1 << 30
+CPU_POOL_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is built from; names and defaults follow vLLM where it has them.
+
+    Attributes:
+        numerics: ``invariant`` (bits of a sequence depend on it alone) or ``fast`` (equal to rounding).
+        policy: admission and preemption.
+        dtype: of weights and activations; None takes the checkpoint's.
+        kv_dtype: of the cache; None takes ``dtype``; ``fp8`` is e4m3 with a scale for each token and kv head.
+        block_size: tokens in a cache block.
+        num_blocks: blocks in the pool; None sizes it from the device's memory.
+        max_num_seqs, max_step_tokens, chunk_size: limits of a step, see ``SchedulerConfig``.
+        max_seq_len: most tokens of a sequence; None takes the model's limit, or the pool if that is smaller.
+        gpu_memory_utilization: share of a GPU's memory that the engine may use.
+        depth: most steps in flight.
+        seed: start of the random streams of requests without their own, and of dummy weights.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        prefix_reuse: reuse cached blocks of equal prefixes.
+        weights: ``auto`` reads the checkpoint, ``dummy`` makes random ones of the same shapes.
+        allow_long_context: let ``max_seq_len`` exceed the model's position limit.
+
+    Raises:
+        ValueError: naming the field and what is allowed.
+    """
+
+    numerics: str = "invariant"
+    policy: Policy = field(default_factory=Fifo)
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 256
+    max_step_tokens: int = 2048
+    chunk_size: int = 512
+    max_seq_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    depth: int = 1
+    seed: int = 0
+    device: str = "auto"
+    prefix_reuse: bool = True
+    weights: str = "auto"
+    allow_long_context: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("numerics", self.numerics, MODES)
+        _check_choice("dtype", self.dtype, (None, *DTYPES))
+        _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
+        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("weights", self.weights, ("auto", "dummy"))
+        if not isinstance(self.policy, Policy):
+            raise ValueError(f"policy must be a Policy, not {self.policy!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization!r}"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be a whole number, not {self.seed!r}")
+        self.limits(num_blocks=1 if self.num_blocks is None else self.num_blocks)
+
+    def replaced(self, **fields: Any) -> EngineConfig:
+        """This configuration with some fields changed; an unknown one is a ``ValueError`` that names it."""
+        for name in fields:
+            if name not in EngineConfig.__dataclass_fields__:
+                known = ", ".join(EngineConfig.__dataclass_fields__)
+                raise ValueError(f"{name} is not a field of EngineConfig; known: {known}")
+        return replace(self, **fields)
+
+    def limits(
+        self, *, num_blocks: int, max_seq_len: int | None = None, vocab_size: int | None = None
+    ) -> SchedulerConfig:
+        """The scheduler's limits, once the pool's size and the model are known."""
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_step_tokens=self.max_step_tokens,
+            chunk_size=self.chunk_size,
+            max_seq_len=self.max_seq_len if max_seq_len is None else max_seq_len,
+            vocab_size=vocab_size,
+            depth=self.depth,
+            prefix_reuse=self.prefix_reuse,
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that ``auto``, ``cpu`` or ``cuda`` means here; a GPU that is not there is a ``ValueError``."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no GPU here; use device=cpu or device=auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def position_limit(config: EngineConfig, spec: ModelSpec) -> int:
+    """Positions that a sequence may have: ``max_seq_len`` or else the model's own limit.
+
+    Raises:
+        ValueError: ``max_seq_len`` exceeds the model's limit, and that is not allowed.
+    """
+    limit = spec.max_position_embeddings
+    if config.max_seq_len is None:
+        return limit
+    if config.max_seq_len > limit and not config.allow_long_context:
+        raise ValueError(
+            f"max_seq_len {config.max_seq_len} exceeds the model's max_position_embeddings {limit}; "
+            "set allow_long_context=true to do so anyway"
+        )
+    return config.max_seq_len
+
+
+def sized_num_blocks(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, limit: int
+) -> int:
+    """Blocks of a pool that fills the device's share, but holds no more than ``max_num_seqs`` sequences can use.
+
+    Args:
+        config: utilization, block size and number of sequences.
+        spec: the model.
+        dtype: of its weights.
+        kv_dtype: of the cache.
+        device: where both lie.
+        limit: most tokens of a sequence.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    scale_bytes = 4 / spec.head_dim if kv_dtype == torch.float8_e4m3fn else 0
+    block_bytes = int(config.block_size * spec.kv_bytes_per_token(1) * (kv_dtype.itemsize + scale_bytes))
+    if device.type == "cpu":
+        budget = CPU_POOL_BYTES
+    else:
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+        weights = spec.num_parameters() * dtype.itemsize
+        budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES)
+    num_blocks = num_blocks_in(budget, block_bytes)
+    if num_blocks < 1:
+        raise ValueError(
+            f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for the cache beside the weights; "
+            "raise it, or use a smaller dtype"
+        )
+    return min(num_blocks, config.max_num_seqs * num_blocks_for(limit, config.block_size))
+
+
+def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        choices = ", ".join("null" if item is None else str(item) for item in allowed)
+        raise ValueError(f"{name} must be one of {choices}, not {value!r}")
