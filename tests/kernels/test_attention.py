@@ -1,0 +1,181 @@
+"""Attention: right against fp64, and to the bit the same however rows are batched, chunked and placed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracles import dense_attention
+
+from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.kv_cache import FP8, LayerCache, store
+from paged.kernels.numerics import Numerics
+
+INVARIANT, FAST = Numerics(), Numerics(mode="fast")
+HEAD_DIM = 16
+
+
+class Text:
+    """Queries, keys and values of one sequence, and what attention gives for all rows in one chunk, alone."""
+
+    def __init__(self, seed: int, length: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.length, self.dtype = length, dtype
+        self.q = (3 * torch.randn(length, heads, HEAD_DIM, generator=generator)).to(dtype)
+        self.k = torch.randn(length, kv_heads, HEAD_DIM, generator=generator).to(dtype)
+        self.v = torch.randn(length, kv_heads, HEAD_DIM, generator=generator).to(dtype)
+
+    def exact(self) -> torch.Tensor:
+        return dense_attention(self.q, self.k, self.v, HEAD_DIM**-0.5)
+
+
+class Paged:
+    """Several texts in one cache at random blocks; every other block is full of NaN."""
+
+    def __init__(self, texts: list[Text], block_size: int, seed: int = 0, cache_dtype: torch.dtype | None = None):
+        self.texts, self.block_size = texts, block_size
+        kv_heads = texts[0].k.shape[1]
+        needed = [-(-text.length // block_size) for text in texts]
+        num_blocks = sum(needed) + 3
+        dtype = cache_dtype or texts[0].dtype
+        shape = (num_blocks, block_size, kv_heads, HEAD_DIM)
+        tensors = [torch.full(shape, float("nan")).to(dtype) for _ in range(2)]
+        scales = [torch.full(shape[:3], float("nan")) for _ in range(2)] if dtype == FP8 else []
+        self.cache = LayerCache(*tensors, *scales)
+        blocks = np.random.default_rng(seed).permutation(num_blocks)
+        # Entries beyond a table's end are no blocks at all: they must not be read.
+        self.tables = np.full((len(texts), max(needed)), 2**30, dtype=np.int32)
+        for i, count in enumerate(needed):
+            self.tables[i, :count], blocks = blocks[:count], blocks[count:]
+        for i, text in enumerate(texts):
+            layout = BatchLayout.build([0], [text.length], self.tables[[i]], block_size)
+            store(self.cache, text.k, text.v, layout.slots_T)
+
+    def attend(self, chunks: list[tuple[int, int, int]], numerics: Numerics = INVARIANT) -> list[torch.Tensor]:
+        """Outputs of one step of chunks (text, start, length)."""
+        which, starts, lengths = zip(*chunks, strict=True)
+        layout = BatchLayout.build(starts, lengths, self.tables[list(which)], self.block_size)
+        q = torch.cat([self.texts[i].q[start : start + length] for i, start, length in chunks])
+        out = attention(q, self.cache, layout, scale=HEAD_DIM**-0.5, numerics=numerics)
+        return list(out.split(lengths))
+
+
+TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("numerics", [INVARIANT, FAST], ids=lambda n: n.mode)
+def test_matches_dense_fp64(dtype: torch.dtype, numerics: Numerics) -> None:
+    texts = [Text(i, length, 4, 2, dtype) for i, length in enumerate((1, 64, 65, 300, 700))]
+    paged = Paged(texts, 16)
+    exact = [text.exact() for text in texts]
+    # As chunks, and (the last rows) as decodes beside a chunk.
+    whole = paged.attend([(i, 0, text.length) for i, text in enumerate(texts)], numerics)
+    last = paged.attend([(i, text.length - 1, 1) for i, text in enumerate(texts)] + [(4, 100, 77)], numerics)
+    for i in range(len(texts)):
+        torch.testing.assert_close(whole[i].double(), exact[i], atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(last[i].double(), exact[i][-1:], atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(last[-1].double(), exact[4][100:177], atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (8, 1), (1, 1)])
+def test_a_rows_bits_are_its_own(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    lengths = (1, 3, 63, 64, 65, 130, 255, 256, 257, 520, 40, 41)
+    texts = [Text(i, length, heads, kv_heads, dtype) for i, length in enumerate(lengths)]
+    alone = [Paged([text], 16).attend([(0, 0, text.length)])[0] for text in texts]
+    rng = np.random.default_rng(heads)
+    for trial, block_size in enumerate((1, 4, 7, 16, 64, 100)):
+        paged = Paged(texts, block_size, seed=trial)
+        chunks = []
+        for i in rng.permutation(len(texts)):
+            start = int(rng.integers(0, texts[i].length))
+            # Half of the rows are decodes, the rest are chunks of every length.
+            length = 1 if rng.random() < 0.5 else int(rng.integers(1, texts[i].length - start + 1))
+            chunks.append((int(i), start, length))
+        for (i, start, length), out in zip(chunks, paged.attend(chunks), strict=True):
+            assert torch.equal(out, alone[i][start : start + length]), (block_size, lengths[i], start, length)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_decoding_row_by_row_equals_one_chunk(dtype: torch.dtype) -> None:
+    text = Text(5, 530, 4, 2, dtype)
+    paged = Paged([text], 16)
+    whole = paged.attend([(0, 0, text.length)])[0]
+    # 530 decodes of one text in one step: also more rows than share their library calls.
+    together = torch.cat(paged.attend([(0, position, 1) for position in range(text.length)]))
+    assert torch.equal(together, whole)
+    for position in (0, 1, 62, 63, 64, 255, 256, 257, 319, 320, 511, 512, 529):
+        assert torch.equal(paged.attend([(0, position, 1)])[0], whole[position : position + 1]), position
+
+
+def test_equality_would_catch_another_tree() -> None:
+    """The bitwise tests have teeth: another tile or split gives other bits for the same rows."""
+    text = Text(6, 520, 4, 2, torch.float32)
+    paged = Paged([text], 16)
+    whole = paged.attend([(0, 0, text.length)])[0]
+    for numerics in (Numerics(kv_tile=32), Numerics(kv_split=128)):
+        assert not torch.equal(paged.attend([(0, 0, text.length)], numerics)[0], whole)
+
+
+def test_a_later_chunk_sees_only_the_past() -> None:
+    text = Text(7, 200, 4, 2, torch.float32)
+    paged = Paged([text], 16)
+    before = paged.attend([(0, 90, 20)])[0]
+    table = torch.from_numpy(paged.tables[0])
+    slots = (table[:, None] * 16 + torch.arange(16)).flatten()[110:200].long()
+    noise = torch.randn(90, 2, HEAD_DIM)
+    store(paged.cache, noise, noise, slots)
+    assert torch.equal(paged.attend([(0, 90, 20)])[0], before)
+
+
+@pytest.mark.parametrize("numerics", [INVARIANT, FAST], ids=lambda n: n.mode)
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_neighbours_that_are_nan_do_not_leak(numerics: Numerics, length: int) -> None:
+    good, bad = Text(8, 200, 4, 2, torch.float32), Text(9, 220, 4, 2, torch.float32)
+    bad.k[:], bad.v[:], bad.q[:] = float("nan"), float("nan"), float("nan")
+    paged = Paged([good, bad], 16)
+    chunk = (0, 200 - length, length)
+    out = paged.attend([(1, 219, 1), chunk, (1, 0, 30)], numerics)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+    if numerics.is_invariant:
+        assert torch.equal(out[1], paged.attend([chunk])[0])
+
+
+@pytest.mark.parametrize(("cache_dtype", "bound"), [(torch.bfloat16, 2e-2), (FP8, 0.2)])
+@pytest.mark.parametrize("numerics", [INVARIANT, FAST], ids=lambda n: n.mode)
+def test_narrow_caches(cache_dtype: torch.dtype, bound: float, numerics: Numerics) -> None:
+    texts = [Text(10 + i, length, 4, 2, torch.float32) for i, length in enumerate((30, 300))]
+    paged = Paged(texts, 16, cache_dtype=cache_dtype)
+    whole = paged.attend([(0, 0, 30), (1, 0, 300)], numerics)
+    for text, out in zip(texts, whole, strict=True):
+        error = (out.double() - text.exact()).abs().max()
+        assert bound / 100 < error < bound
+    if numerics.is_invariant:
+        assert torch.equal(paged.attend([(1, 299, 1), (0, 4, 5)])[0], whole[1][-1:])
+
+
+def test_layout_matches_a_loop() -> None:
+    tables = np.array([[5, 2, 9, 0], [1, 3, 0, 0], [7, 8, 6, 4]], dtype=np.int32)
+    starts, lengths = [3, 0, 9], [1, 5, 4]
+    for given in (tables, torch.from_numpy(tables), tables.tolist()):
+        layout = BatchLayout.build(starts, lengths, given, 4)
+        positions, slots, row = [], [], 0
+        for b in range(3):
+            assert layout.offsets[b] == row
+            for position in range(starts[b], starts[b] + lengths[b]):
+                positions.append(position)
+                slots.append(tables[b, position // 4] * 4 + position % 4)
+                row += 1
+            assert layout.last_rows_B[b] == row - 1
+        assert layout.positions_T.tolist() == positions
+        assert layout.slots_T.tolist() == slots
+        assert layout.num_rows == row
+        assert layout.positions_T.dtype == layout.slots_T.dtype == torch.int64
+        assert layout.block_tables_BN.dtype == torch.int32
+
+
+def test_layout_refuses_a_short_table() -> None:
+    with pytest.raises(AssertionError, match="too short"):
+        BatchLayout.build([8], [1], [[0, 1]], 4)

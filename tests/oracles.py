@@ -1,0 +1,171 @@
+"""Independent references for the decoder, written from raw weights, and tiny checkpoints to try them on.
+
+Nothing here uses ``paged.kernels`` or ``paged.model``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+def random_qwen3_folder(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str | None = None,
+    eos_token_ids: Sequence[int] = (),
+    **overrides: Any,
+) -> Path:
+    """Save a random tiny Qwen3 by transformers itself, with norm weights away from 1, and return its folder.
+
+    ``overrides`` are fields of ``Qwen3Config``; ``max_shard_size`` splits the weights and writes an index.
+    """
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 131,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**(sizes | overrides)))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    offset = 1.0 if name.endswith("norm.weight") else 0.0
+                    parameter.copy_(offset + 0.2 * torch.randn_like(parameter))
+        model.to(getattr(torch, dtype))
+        if eos_token_ids:
+            model.generation_config = GenerationConfig(eos_token_id=list(eos_token_ids))
+        extra = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        model.save_pretrained(folder, **extra)
+    return folder
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """``config.json`` and all tensors of a checkpoint folder."""
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights.update(load_file(file))
+    return json.loads((folder / "config.json").read_text()), weights
+
+
+class ContiguousDecoder:
+    """A decoder with one growing key and value tensor a layer: no blocks, no batch, no tiles.
+
+    ``feed`` takes the next tokens of the text and gives their logits.
+    """
+
+    def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self.config = config
+        self.weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        self.dtype = dtype
+        self.keys: list[torch.Tensor | None] = [None] * config["num_hidden_layers"]
+        self.values: list[torch.Tensor | None] = [None] * config["num_hidden_layers"]
+        self.length = 0
+
+    def feed(self, token_ids: Iterable[int]) -> torch.Tensor:
+        """Logits [tokens, vocab] of the next tokens."""
+        config, w = self.config, self.weights
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        ids = torch.tensor(list(token_ids))
+        count = len(ids)
+        positions = torch.arange(self.length, self.length + count)
+        self.length += count
+        x = w["model.embed_tokens.weight"][ids]
+        for layer in range(config["num_hidden_layers"]):
+            p = f"model.layers.{layer}."
+            h = self._norm(x, w[p + "input_layernorm.weight"])
+            q = self._project(h, p + "self_attn.q_proj").view(count, heads, size)
+            k = self._project(h, p + "self_attn.k_proj").view(count, kv_heads, size)
+            v = self._project(h, p + "self_attn.v_proj").view(count, kv_heads, size)
+            q = self._rotate(self._norm(q, w[p + "self_attn.q_norm.weight"]), positions)
+            k = self._rotate(self._norm(k, w[p + "self_attn.k_norm.weight"]), positions)
+            old_k, old_v = self.keys[layer], self.values[layer]
+            self.keys[layer] = k = k if old_k is None else torch.cat((old_k, k))
+            self.values[layer] = v = v if old_v is None else torch.cat((old_v, v))
+            out = torch.empty_like(q)
+            for head in range(heads):
+                shared = head // (heads // kv_heads)
+                scores = q[:, head] @ k[:, shared].T / math.sqrt(size)
+                later = torch.arange(self.length)[None] > positions[:, None]
+                out[:, head] = scores.masked_fill(later, float("-inf")).softmax(-1) @ v[:, shared]
+            x = x + self._project(out.reshape(count, heads * size), p + "self_attn.o_proj")
+            h = self._norm(x, w[p + "post_attention_layernorm.weight"])
+            gate = self._project(h, p + "mlp.gate_proj")
+            gated = gate * torch.sigmoid(gate) * self._project(h, p + "mlp.up_proj")
+            x = x + self._project(gated, p + "mlp.down_proj")
+        x = self._norm(x, w["model.norm.weight"])
+        tied = config.get("tie_word_embeddings", False)
+        return x @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The ``count`` likeliest next tokens, one after the other."""
+        tokens = [int(self.feed(prompt)[-1].argmax())]
+        while len(tokens) < count:
+            tokens.append(int(self.feed(tokens[-1:])[-1].argmax()))
+        return tokens
+
+    def _project(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        out = x @ self.weights[name + ".weight"].T
+        bias = self.weights.get(name + ".bias")
+        return out if bias is None else out + bias
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * weight
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate pairs (i, i + size / 2). Angles are fp32 by definition, cosine and sine their fp32 roundings."""
+        parameters = self.config.get("rope_parameters") or self.config
+        size = x.shape[-1]
+        exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+        angles = positions.float()[:, None] * (1.0 / parameters["rope_theta"] ** exponent)
+        cos = angles.double().cos().float().to(self.dtype)[:, None]
+        sin = angles.double().sin().float().to(self.dtype)[:, None]
+        left, right = x[..., : size // 2], x[..., size // 2 :]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+def raw_logits(config: dict[str, Any], weights: dict[str, torch.Tensor], token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits [tokens, vocab] by one full computation in fp64."""
+    return ContiguousDecoder(config, weights, torch.float64).feed(token_ids)
+
+
+def raw_greedy(
+    config: dict[str, Any], weights: dict[str, torch.Tensor], prompt: Sequence[int], count: int
+) -> list[int]:
+    """Greedy tokens by naive full recomputation in fp64 for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(raw_logits(config, weights, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def dense_attention(q_THD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention in fp64 of the last T of L positions, head by head."""
+    num_rows, num_heads, _ = q_THD.shape
+    length, num_kv_heads, _ = k_LKD.shape
+    later = torch.arange(length)[None] > torch.arange(length - num_rows, length)[:, None]
+    out = torch.empty(q_THD.shape, dtype=torch.float64)
+    for head in range(num_heads):
+        shared = head // (num_heads // num_kv_heads)
+        scores = q_THD[:, head].double() @ k_LKD[:, shared].double().T * scale
+        out[:, head] = scores.masked_fill(later, float("-inf")).softmax(-1) @ v_LKD[:, shared].double()
+    return out
