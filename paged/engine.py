@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Engine:
         self._samples: dict[tuple[str, int], _Sample] = {}
         self._num_made_ids = 0
         self._held: StepResult | None = None
-        self._undelivered: list[SampleUpdate] = []
+        self._undelivered: dict[str, list[SampleUpdate]] = {}
         self.startup_s = 0.0
         if step_log is not None:
             step_log.config(asdict(scheduler.config), repr(scheduler.policy))
@@ -196,6 +196,8 @@ class Engine:
         shared = Prompt(token_ids)
         max_tokens = self.scheduler.max_tokens_for(len(shared), params.max_tokens)
         wanted = range(params.n) if samples is None else list(samples)
+        if not wanted or not all(j in range(params.n) for j in wanted):
+            raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {wanted}")
         requests = [
             Request(request_id, j, shared, params, sample_seed(request_id, params.seed, j, self._seed), max_tokens)
             for j in wanted
@@ -224,30 +226,11 @@ class Engine:
             NonFiniteLogitsError: a ``FloatingPointError`` naming requests whose logits held a NaN. Nothing has
                 advanced; the next ``step`` goes on once they are aborted.
         """
-        updates, self._undelivered = self._undelivered, []
-        if updates:
-            return updates
-        if self._held is None:
-            self._held = self._advance()
-        if self._held is None:
-            return []
-        result = self._held
-        commit = self.scheduler.commit(result)
-        self._held = None
-        if self._log is not None:
-            self._log.commit(result)
-        return self._take_in(result.payload, commit.accepted, commit.finished)
+        return self._take_undelivered() or self._fresh_step()
 
     def run_step(self) -> list[SampleUpdate]:
         """``step`` that ends requests with NaN logits as ``error`` and goes on with the others."""
-        try:
-            return self.step()
-        except NonFiniteLogitsError as error:
-            updates = []
-            for request in error.requests:
-                ended = self._end(request.id, request.sample, FinishReason.ERROR)
-                updates += [SampleUpdate(o.request_id, o.sample, [], [], output=o) for o in ended]
-            return updates
+        return self._take_undelivered() or self._run_fresh_step()
 
     def generate(
         self,
@@ -274,7 +257,6 @@ class Engine:
         ids: list[str] = []
         finished: dict[str, dict[int, CompletionOutput]] = {}
         num_samples = 0
-        foreign: list[SampleUpdate] = []
         try:
             for index, (prompt, one) in enumerate(zip(batch, all_params, strict=True)):
                 try:
@@ -286,10 +268,7 @@ class Engine:
             with tqdm(total=num_samples, desc="samples", disable=not use_tqdm) as bar:
                 num_finished, num_tokens, began = 0, 0, time.perf_counter()
                 while num_finished < num_samples:
-                    for update in self.run_step():
-                        if update.request_id not in finished:
-                            foreign.append(update)
-                            continue
+                    for update in self._updates_of(finished):
                         num_tokens += len(update.token_ids)
                         if update.output is not None:
                             finished[update.request_id][update.sample] = update.output
@@ -301,8 +280,6 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
             raise
-        finally:
-            self._undelivered += foreign
         outputs = [[finished[i][j] for j in sorted(finished[i])] for i in ids]
         return [RequestOutput(i, out[0].prompt_token_ids, out) for i, out in zip(ids, outputs, strict=True)]
 
@@ -312,17 +289,12 @@ class Engine:
         Other requests make progress meanwhile; their updates wait for the next ``step``.
         """
         request_id = self.add_request(prompt, params, stream_text=self.tokenizer is not None)
-        foreign: list[SampleUpdate] = []
         try:
-            while self.scheduler.is_live(request_id):
-                for update in self.run_step():
-                    if update.request_id == request_id:
-                        yield update
-                    else:
-                        foreign.append(update)
+            while self.scheduler.is_live(request_id) or request_id in self._undelivered:
+                yield from self._updates_of((request_id,))
         finally:
             self.abort(request_id)
-            self._undelivered += foreign
+            self._undelivered.pop(request_id, None)
 
     def metrics(self) -> dict[str, int | float]:
         """Counts and sizes for a summary: tokens, steps, preemptions, the pool, peak device memory, start-up time."""
@@ -362,11 +334,55 @@ class Engine:
                 self._log.abandon()
             raise
 
+    def _updates_of(self, request_ids: Container[str]) -> list[SampleUpdate]:
+        """Updates of some requests: those that wait to be delivered, or else what one more step brings.
+
+        Those of all other requests wait for whoever asks next, and are in place before anything is handed out.
+        """
+        waiting = [request_id for request_id in self._undelivered if request_id in request_ids]
+        if waiting:
+            return [update for request_id in waiting for update in self._undelivered.pop(request_id)]
+        updates = self._run_fresh_step()
+        for update in updates:
+            if update.request_id not in request_ids:
+                self._undelivered.setdefault(update.request_id, []).append(update)
+        return [update for update in updates if update.request_id in request_ids]
+
+    def _take_undelivered(self) -> list[SampleUpdate]:
+        """Updates that ``generate`` and ``stream`` met and were not theirs, in order within each request."""
+        waiting, self._undelivered = self._undelivered, {}
+        return [update for updates in waiting.values() for update in updates]
+
+    def _fresh_step(self) -> list[SampleUpdate]:
+        """``step``, when nothing waits to be delivered."""
+        if self._held is None:
+            self._held = self._advance()
+        if self._held is None:
+            return []
+        result = self._held
+        commit = self.scheduler.commit(result)
+        self._held = None
+        if self._log is not None:
+            self._log.commit(result)
+        return self._take_in(result.payload, commit.accepted, commit.finished)
+
+    def _run_fresh_step(self) -> list[SampleUpdate]:
+        """``run_step``, when nothing waits to be delivered."""
+        try:
+            return self._fresh_step()
+        except NonFiniteLogitsError as error:
+            updates = []
+            for request in error.requests:
+                ended = self._end(request.id, request.sample, FinishReason.ERROR)
+                updates += [SampleUpdate(o.request_id, o.sample, [], [], output=o) for o in ended]
+            return updates
+
     def _take_in(
         self, payload: StepPayload, accepted: Sequence[Request | None], finished: Sequence[Finished]
     ) -> list[SampleUpdate]:
-        for (request_id, index), first, scores in payload.scores:
-            if (sample := self._samples.get((request_id, index))) is not None:
+        for scored, first, scores in payload.scores:
+            # An aborted request may have left its id to another one.
+            if (sample := self._samples.get(scored.key)) is not None and sample.request is scored:
                 sample.prompt_logprobs.update(enumerate(scores, first))
         updates: dict[tuple[str, int], SampleUpdate] = {}
         for row, request in enumerate(accepted):

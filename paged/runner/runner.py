@@ -70,7 +70,7 @@ class StepPayload:
         tokens, logprobs, behavior_logprobs: parallel to the result's tokens.
         top_logprobs: by index, for rows that asked for alternatives.
         stops: by index, for rows that stopped.
-        scores: (request key, position of the first scored token, scores in order), for chunks of scored prompts.
+        scores: (request, position of the first scored token, scores in order), for chunks of scored prompts.
     """
 
     tokens: list[int]
@@ -78,7 +78,7 @@ class StepPayload:
     behavior_logprobs: list[float]
     top_logprobs: dict[int, TopLogprobs]
     stops: dict[int, Stop]
-    scores: list[tuple[tuple[str, int], int, list[PromptScore]]]
+    scores: list[tuple[Request, int, list[PromptScore]]]
 
 
 @dataclass(slots=True)
@@ -179,7 +179,9 @@ class TorchRunner:
     def _logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Logits of the rows that sample; a step in which every chunk ends before its text does has none."""
         if len(hidden_RD) == 0:
-            return torch.empty((0, self.decoder.spec.vocab_size), dtype=compute_dtype(hidden_RD.dtype), device=self.device)
+            return torch.empty(
+                (0, self.decoder.spec.vocab_size), dtype=compute_dtype(hidden_RD.dtype), device=self.device
+            )
         return self.decoder.logits(hidden_RD)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -272,7 +274,7 @@ class TorchRunner:
 
     def _score(
         self, plan: StepPlan, row: int, hidden_CD: torch.Tensor, nan_rows: list[int]
-    ) -> tuple[tuple[str, int], int, list[PromptScore]]:
+    ) -> tuple[Request, int, list[PromptScore]]:
         """Score the prompt tokens that follow the positions of a chunk, whose final hidden states are given."""
         request = self._state(plan.slots[row]).request
         first = plan.starts[row] + 1
@@ -291,7 +293,7 @@ class TorchRunner:
             if any(logprob != logprob for logprob in logprobs):
                 nan_rows.append(row)
             scores += [PromptScore(*score) for score in zip(ids, logprobs, tops, strict=True)]
-        return request.key, first, scores
+        return request, first, scores
 
     def _result(
         self,
@@ -299,7 +301,7 @@ class TorchRunner:
         sampled: Sequence[int],
         rows: SampledRows,
         tops: dict[int, TopLogprobs],
-        scores: list[tuple[tuple[str, int], int, list[PromptScore]]],
+        scores: list[tuple[Request, int, list[PromptScore]]],
         nan_rows: list[int],
         start_s: float,
     ) -> StepResult:

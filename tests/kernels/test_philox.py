@@ -9,8 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from paged.kernels.philox import gumbel_noise, philox_4x32
 from scipy import stats
+
+from paged.kernels.philox import gumbel_noise, philox_4x32
 
 U64 = 2**64
 

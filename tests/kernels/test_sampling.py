@@ -13,6 +13,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy import special, stats
+from torch import Tensor
+
 from paged.kernels.philox import gumbel_noise
 from paged.kernels.sampling import (
     LogitBias,
@@ -33,8 +36,6 @@ from paged.kernels.sampling import (
     token_ranks,
     top_logprobs,
 )
-from scipy import special, stats
-from torch import Tensor
 
 QWEN_VOCAB = 151_936
 TOLERANCES = [(5, 1e-12), (99, 1e-12), (100, 1e-12), (260, 1e-12), (QWEN_VOCAB, 1e-8)]

@@ -1,0 +1,222 @@
+"""The composition root: the command word, Hydra, and what the process answers to a mistake or to Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from paged.outcome import INTERRUPTED, MISTAKE, OK, UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command word, which also names its root file `conf/<word>.yaml`.
+
+    Attributes:
+        summary: one line for the usage text.
+        module: imported when the command is given; its `job(cfg, folder, overrides) -> int` does the work and
+            returns the exit code. It raises UserError for mistakes and must leave standard output to results.
+    """
+
+    summary: str
+    module: str
+
+
+COMMANDS: Final[Mapping[str, Command]] = {
+    "run": Command("sample a workload with the engine (python -m paged run --help shows its config)", "paged.run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's own) and return its exit code.
+
+    0 is success, 2 a mistake of the user's (told in one line on standard error), 130 an interruption. Errors
+    of the program's own are raised.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in ("-h", "--help"):
+        print(_usage())
+        return OK
+    if not args:
+        print(_usage(), file=sys.stderr)
+        return MISTAKE
+    if args[0] in ("-sc", "--shell-completion"):
+        return _complete(args)
+    word, *rest = args
+    if word not in COMMANDS:
+        near = get_close_matches(word, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are: {', '.join(COMMANDS)}"
+        return _complain(f"there is no command {word!r}; {hint}")
+
+    try:
+        return _run_hydra(word, rest)
+    except UserError as error:
+        return _complain(error)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {word:<{width}}  {command.summary}" for word, command in COMMANDS.items()]
+    return "\n".join(["usage: python -m paged COMMAND [GROUP=OPTION] [KEY=VALUE] [-m] [--cfg job]", "", *lines])
+
+
+def _complete(args: list[str]) -> int:
+    """Hydra's shell completion, one word further on: the first word is the command, which it does not know.
+
+    `eval "$(paged -sc install=bash)"` installs it; the shell then asks with `-sc query=bash` and COMP_LINE.
+    """
+    line = os.environ.get("COMP_LINE", "")
+    typed = line.split()[1:]
+    if line and not (len(typed) > 1 or (typed and line[-1].isspace())):
+        print(" ".join(COMMANDS))
+        return OK
+    word = typed[0] if typed else next(iter(COMMANDS))
+    if word not in COMMANDS:
+        return OK
+    os.environ["COMP_LINE"] = re.sub(r"^(\s*\S+)\s+\S+", r"\1", line)
+    return _run_hydra(word, args)
+
+
+def _complain(message: object, code: int = MISTAKE) -> int:
+    print(f"paged: {message}", file=sys.stderr)
+    return code
+
+
+def _run_hydra(word: str, args: list[str]) -> int:
+    """Let Hydra read `args` and run the command's job, once or, in a sweep, once a point; the worst exit code."""
+    import hydra
+    import yaml
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from paged.config import conf_folder, hydra_sentence
+
+    args = _open_resumed_folder(_overrides_first(args))
+    codes: list[int] = []
+    sweeps: list[str] = []
+    in_job = False
+
+    def task(cfg: DictConfig) -> None:
+        nonlocal in_job
+        in_job = True
+        chosen = HydraConfig.get()
+        if chosen.mode == RunMode.MULTIRUN:
+            sweeps.append(os.path.abspath(chosen.sweep.dir))
+        try:
+            job = importlib.import_module(COMMANDS[word].module).job
+            overrides = OmegaConf.to_container(chosen.overrides.task, resolve=False)
+            codes.append(job(cfg, Path(chosen.runtime.output_dir), overrides))
+        except UserError as error:
+            # Raised here, it would end a sweep whose other points are fine.
+            codes.append(_complain(error))
+        if codes[-1] == INTERRUPTED:
+            raise _JobInterruptedError
+        in_job = False
+
+    run = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=word)(task)
+    try:
+        with _process_as(args):
+            run()
+    except _JobInterruptedError:
+        pass
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else MISTAKE
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        if in_job:
+            raise
+        # Composing the config: Hydra raises bare ValueErrors, too.
+        raise UserError(hydra_sentence(error)) from error
+    except OSError as error:
+        if in_job:
+            raise
+        raise UserError(f"hydra.run.dir must be a folder that can be written: {error}") from error
+    if sweeps:
+        print(sweeps[-1])
+    return max(codes, default=OK)
+
+
+class _JobInterruptedError(BaseException):
+    """Ends a sweep after a job that was interrupted; not an Exception, which Hydra would report."""
+
+
+def _overrides_first(args: list[str]) -> list[str]:
+    """`args` with the flags moved behind the overrides, as Hydra wants it.
+
+    Raises:
+        UserError: for a mistake in the flags, as one line instead of Hydra's whole usage.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            flags: Namespace = get_args_parser().parse_intermixed_args(args)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UserError(errors.getvalue().strip().rpartition("error: ")[2]) from end
+    modes = [flags.run, flags.multirun, flags.cfg is not None, flags.info is not None, flags.shell_completion]
+    if sum(modes) > 1:
+        raise UserError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given")
+    if flags.resolve and flags.cfg is None and not flags.help:
+        raise UserError("--resolve needs --cfg or --help beside it")
+    if flags.experimental_rerun is not None:
+        raise UserError("--experimental-rerun is not supported; resume=FOLDER continues a run")
+    others = list(args)
+    for override in flags.overrides:
+        others.remove(override)
+    return [*flags.overrides, *others]
+
+
+def _open_resumed_folder(args: list[str]) -> list[str]:
+    """`args` with `resume=FOLDER` turned into Hydra's terms: its run folder is that one, whose `.hydra` stays.
+
+    The folder is taken literally: it may hold characters that mean something in Hydra's overrides.
+    """
+    given = [arg for arg in args if arg.startswith("resume=")]
+    others = [arg for arg in args if not arg.startswith("resume=")]
+    values = [arg.removeprefix("resume=").strip("'\"") for arg in given]
+    if not values or values == ["null"]:
+        return args
+    if len(values) > 1:
+        raise UserError("resume must be given once")
+    if {"-m", "--multirun"} & set(others):
+        raise UserError("resume must not be given in a sweep: resume one run's folder at a time")
+    folder = Path(values[0]).expanduser()
+    if not (folder / ".hydra" / "config.yaml").is_file():
+        raise UserError(f"resume must be the folder of a run, and {str(folder)!r} holds no .hydra/config.yaml")
+    text = "'" + str(folder).replace("'", "\\'") + "'"
+    return [*others, f"resume={text}", f"hydra.run.dir={text}", "hydra.output_subdir=null"]
+
+
+@contextlib.contextmanager
+def _process_as(args: list[str]) -> Iterator[None]:
+    """The process's arguments as Hydra reads them, and its errors as exceptions instead of its own reports."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["paged", *args], "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

@@ -1,0 +1,214 @@
+"""Owns what a run leaves behind: `results.jsonl` line by line, the numbers of `summary.json`, and their table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from paged.engine import CompletionOutput
+
+FINISHED: Final = ("stop", "length")
+"""Finish reasons of samples that are complete."""
+SETTLED: Final = (*FINISHED, "refused")
+"""Finish reasons that resuming leaves alone; `abort` and `error` are sampled again."""
+
+_NEEDED: Final = {"id", "sample", "finish_reason", "prompt_token_ids", "token_ids"}
+
+Row = dict[str, Any]
+
+
+class ResultsFile:
+    """`results.jsonl` open for appending; a row has left the process when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        """Append one line of strict JSON (a number that is not finite becomes null)."""
+        self._file.write(json.dumps(_jsonable(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def result_row(output: CompletionOutput, solved: bool | None) -> Row:
+    """The line of one sample; `solved` is None where the workload cannot score."""
+    row: Row = {
+        "id": output.request_id,
+        "sample": output.sample,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "token_ids": list(output.token_ids),
+        "text": output.text,
+        "logprobs": list(output.logprobs),
+        "behavior_logprobs": list(output.behavior_logprobs),
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "num_preemptions": output.num_preemptions,
+        "num_cached_tokens": output.num_cached_tokens,
+        "numerics_id": output.numerics_id,
+    }
+    if output.top_logprobs is not None:
+        row["top_logprobs"] = output.top_logprobs
+    if output.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [asdict(score) for score in output.prompt_logprobs]
+    if solved is not None:
+        row["solved"] = solved
+    return row
+
+
+def refused_row(request_id: str, reason: str) -> Row:
+    """The line of a request that was refused: all of its samples at once, so `sample` is null."""
+    return {
+        "id": request_id,
+        "sample": None,
+        "prompt_token_ids": [],
+        "token_ids": [],
+        "text": "",
+        "logprobs": [],
+        "finish_reason": "refused",
+        "reason": reason,
+        "num_preemptions": 0,
+    }
+
+
+def read_results(path: Path) -> Iterator[Row]:
+    """The rows of a results file, one at a time; a last line that was torn by a crash is left out.
+
+    Raises:
+        ValueError: for any other line that is not a row, with its number.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict) or not row.keys() >= _NEEDED:
+                    raise ValueError("not a result")
+            except ValueError as error:
+                if not file.read(1):
+                    return
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            yield row
+
+
+def keep_settled(path: Path) -> None:
+    """Rewrite a results file without the rows that resuming samples again, and without a torn line.
+
+    The old file stands until the new one is complete.
+    """
+    fresh = path.with_suffix(".tmp")
+    with fresh.open("w", encoding="utf-8") as file:
+        for row in read_results(path):
+            if row["finish_reason"] in SETTLED:
+                file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut a file of lines, if there is one, after its last newline, so that whole lines can be appended."""
+    if path.is_file():
+        with path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
+                end -= 1
+            file.truncate(end)
+
+
+class Tally:
+    """Counts over the rows of a run; it keeps a few bytes a row, never the row."""
+
+    def __init__(self) -> None:
+        self.finish_reasons: Counter[str] = Counter()
+        self.num_scored = 0
+        self.num_solved = 0
+        self.prompt_tokens = 0
+        self._lengths: list[int] = []
+
+    def add(self, row: Row) -> None:
+        """Count one row; lengths and scores are those of finished samples only."""
+        self.finish_reasons[row["finish_reason"]] += 1
+        if row["finish_reason"] in FINISHED:
+            self.prompt_tokens += len(row["prompt_token_ids"])
+            self._lengths.append(len(row["token_ids"]))
+            if "solved" in row:
+                self.num_scored += 1
+                self.num_solved += row["solved"]
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, lengths in tokens, and the share solved of the scored samples (null if none was scored)."""
+        lengths = sorted(self._lengths)
+        return {
+            "num_samples": len(lengths),
+            "finish_reasons": dict(sorted(self.finish_reasons.items())),
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": sum(lengths),
+            "len_p50": percentile(lengths, 0.5),
+            "len_p90": percentile(lengths, 0.9),
+            "len_max": lengths[-1] if lengths else None,
+            "solved": self.num_solved / self.num_scored if self.num_scored else None,
+        }
+
+
+def percentile(ordered: Sequence[int], share: float) -> int | None:
+    """The smallest value that at least `share` of the sorted values do not exceed; None for an empty list."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """The summary of a run that went to its end; None if there is none."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) and summary.get("interrupted") is False else None
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`."""
+    path.write_text(json.dumps(_jsonable(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+    """The lines that a person reads at the end of a run."""
+    counts = sorted(summary["finish_reasons"].items(), key=lambda item: -item[1])
+    rows = [
+        ("samples", f"{summary['num_samples']:,} finished, {summary['output_tokens']:,} tokens"),
+        ("reasons", ", ".join(f"{reason} {count:,}" for reason, count in counts) or "none"),
+        ("throughput", "{tokens_per_s_end_to_end:,.0f} tokens/s over {elapsed_s:.1f} s".format(**summary)),
+    ]
+    if summary["num_samples"]:
+        rows.append(("length", "p50 {len_p50:,}, p90 {len_p90:,}, max {len_max:,} tokens".format(**summary)))
+    rows.append(("preemptions", "{preemptions:,}, {recomputed_tokens:,} tokens recomputed".format(**summary)))
+    if summary["solved"] is not None:
+        rows.append(("solved", f"{summary['solved']:.1%}"))
+    if summary["interrupted"]:
+        rows.append(("interrupted", "yes"))
+    return "\n".join(f"{name:<12} {value}" for name, value in rows)
+
+
+def _jsonable(value: Any) -> Any:
+    """`value` in JSON's terms: strict JSON has neither infinities nor NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return value

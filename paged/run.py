@@ -1,0 +1,344 @@
+"""The job of `python -m paged run`: a workload through the engine into a folder that can be resumed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from paged.config import RESUMABLE_KEYS, ArithmeticWorkload, PromptsWorkload, RunConfig, run_config
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
+from paged.results import (
+    SETTLED,
+    ResultsFile,
+    Tally,
+    drop_torn_line,
+    keep_settled,
+    read_results,
+    read_summary,
+    refused_row,
+    result_row,
+    summary_table,
+    write_summary,
+)
+from paged.workload import arithmetic
+from paged.workload.prompts import PromptLine, RefusedLine, read_prompts, write_prompts
+
+if TYPE_CHECKING:
+    from paged.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
+    """Sample the workload that `cfg` describes into `folder`, or complete `folder` if `cfg.resume` is set.
+
+    Standard output gets a table and, on its last line, the folder.
+
+    Returns:
+        The exit code: 0; 2 if a line was refused; 130 if interrupted; 1 if the model's logits were NaN.
+
+    Raises:
+        UserError: if nothing could be sampled for a mistake in the config or the inputs.
+    """
+    resumed = cfg.get("resume") is not None
+    base = Path.cwd()
+    if resumed:
+        cfg, base = _saved_config(cfg, folder, overrides)
+    config = run_config(cfg)
+    try:
+        lines = _read_inputs(config, folder, resumed)
+        return _Run(config, folder, lines, resumed).execute(_local_model(config.model, base))
+    except KeyboardInterrupt:
+        # Before the first step or, pressed twice, in the middle of one: what is in results.jsonl stays.
+        write_summary(folder / "summary.json", {"interrupted": True})
+        _say_how_to_resume(folder)
+        return INTERRUPTED
+
+
+def _saved_config(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> tuple[DictConfig, Path]:
+    """The config of the run in `folder` with the harmless ones of `overrides`, and where its paths begin."""
+    saved, process = OmegaConf.load(folder / ".hydra" / "config.yaml"), Path.cwd()
+    assert isinstance(saved, DictConfig)
+    if (folder / ".hydra" / "hydra.yaml").is_file():
+        process = Path(OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd)
+    exact = OmegaConf.select(saved, "numerics.name") == "invariant"
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        root = key.partition(".")[0]
+        if root == "resume":
+            continue
+        if root not in RESUMABLE_KEYS or not exact:
+            allowed = f"allowed: {', '.join(RESUMABLE_KEYS)}" if exact else "with numerics=fast no key may"
+            raise UserError(f"{key} must not be given beside resume, because it could change the samples; {allowed}")
+        saved[root] = cfg[root]
+    return saved, process
+
+
+def _local_model(model: str, base: Path) -> str:
+    """`model` as the engine wants it: a relative folder is one below `base`, where the run was first started."""
+    folder = base / Path(model).expanduser()
+    return str(folder) if model != "tiny" and folder.is_dir() else model
+
+
+def _read_inputs(config: RunConfig, folder: Path, resumed: bool) -> list[PromptLine | RefusedLine]:
+    """The workload's lines, read from the copy in `folder`, which is made unless the run is resumed."""
+    copy = folder / "inputs" / "prompts.jsonl"
+    workload = config.workload
+    if not resumed:
+        if (folder / "results.jsonl").exists():
+            raise UserError(
+                f"hydra.run.dir must be a new folder (or resume=FOLDER be given): {folder} has results.jsonl"
+            )
+        copy.parent.mkdir(exist_ok=True)
+        if isinstance(workload, PromptsWorkload):
+            try:
+                copy.write_bytes(workload.path.read_bytes())
+            except OSError as error:
+                reason = f"{str(workload.path)!r} cannot be read ({error.strerror})"
+                raise UserError(f"workload.path must be a file of prompts: {reason}") from error
+        else:
+            prompts = arithmetic.builtin_prompts(workload.num_prompts, workload.seed)
+            write_prompts(copy, ((f"arithmetic-{index}", prompt) for index, prompt in enumerate(prompts)))
+    source = workload.path if isinstance(workload, PromptsWorkload) and not resumed else copy
+    try:
+        return read_prompts(copy, config.sampling, source=source)
+    except ValueError as error:
+        raise UserError(f"workload.path must be a file of prompts: {error}") from error
+
+
+class _Run:
+    """One run of the engine over the lines of a workload; it owns the folder's results and summary."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path, lines: Sequence[PromptLine | RefusedLine], resumed: bool
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.lines = lines
+        self.resumed = resumed
+        self.tally = Tally()
+        self.refusals: list[str] = []
+        self.settled: set[tuple[str, int | None]] = set()
+        self.numerics_ids: set[str] = set()
+        # Samples still to come, by request id.
+        self.unfinished: dict[str, int] = {}
+        self.texts: dict[str, str] = {}
+
+    @property
+    def results_path(self) -> Path:
+        return self.folder / "results.jsonl"
+
+    def execute(self, model: str) -> int:
+        """Build the engine, sample what is missing, write the summary, print the table; the exit code."""
+        if self.resumed:
+            self._read_earlier_results()
+        engine = self._build_engine(model)
+        try:
+            if self.resumed:
+                self._take_over_results(engine)
+            with ResultsFile(self.results_path) as results, _Interrupt() as interrupt:
+                self._add(engine, results, interrupt)
+                num_samples = sum(self.unfinished.values())
+                logger.info("%d samples to come from %s, %s", num_samples, model, engine.numerics_id)
+                start_s = time.perf_counter()
+                num_tokens = self._sample(engine, results, interrupt)
+                elapsed_s = time.perf_counter() - start_s
+                interrupted = bool(self.unfinished)
+                if interrupted:
+                    self._abort(engine, results)
+            summary = {
+                # Of this session, which is the whole run unless it was resumed; those of the whole folder follow.
+                **engine.metrics(),
+                "tokens_per_s_end_to_end": num_tokens / elapsed_s,
+                "elapsed_s": elapsed_s,
+                **self.tally.summary(),
+                "numerics_id": engine.numerics_id,
+                "resumed": self.resumed,
+                "interrupted": interrupted,
+                "versions": _versions(),
+            }
+        finally:
+            engine.close()
+        if self.resumed and not num_samples and (earlier := read_summary(self.folder / "summary.json")):
+            summary = earlier
+        write_summary(self.folder / "summary.json", summary)
+        return self._report(summary)
+
+    def _read_earlier_results(self) -> None:
+        try:
+            for row in read_results(self.results_path):
+                if row["finish_reason"] in SETTLED:
+                    self.settled.add((row["id"], row["sample"]))
+                    self.tally.add(row)
+                    if row["finish_reason"] == "refused":
+                        self.refusals.append(row["reason"])
+                    if "numerics_id" in row:
+                        self.numerics_ids.add(row["numerics_id"])
+        except ValueError as error:
+            raise UserError(f"resume must be a folder with intact results: {error}") from error
+
+    def _build_engine(self, model: str) -> Engine:
+        # Read when torch is loaded. OpenMP's threads spin while they wait, and where other programs keep the cores
+        # busy (or a container has fewer than it shows) that made a run 19 times slower.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from paged.engine import Engine, EngineConfig
+
+        step_log = self.folder / "steps.jsonl"
+        drop_torn_line(step_log)
+        try:
+            return Engine.from_pretrained(model, config=EngineConfig(**self.config.engine), step_log=step_log)
+        except (ValueError, OSError) as error:
+            raise UserError(error) from error
+        except RuntimeError as error:
+            # torch has a class of its own for a full GPU, and none for a full host.
+            if "allocate memory" not in str(error) and "out of memory" not in str(error):
+                raise
+            raise UserError("num_blocks must be smaller: the model and its cache do not fit into memory") from error
+
+    def _take_over_results(self, engine: Engine) -> None:
+        """Keep what is settled, unless this engine would continue it with other bits."""
+        if self.numerics_ids - {engine.numerics_id}:
+            made = ", ".join(sorted(self.numerics_ids))
+            raise UserError(
+                f"resume must happen where the numerics are those of the folder: its numerics_id is {made}, "
+                f"this engine's is {engine.numerics_id}"
+            )
+        if self.results_path.is_file():
+            keep_settled(self.results_path)
+
+    def _add(self, engine: Engine, results: ResultsFile, interrupt: _Interrupt) -> None:
+        """Hand every line to the engine, but for samples that are settled; refusals go straight to the results."""
+        for line in self.lines:
+            if (line.id, None) in self.settled:
+                continue
+            if isinstance(line, RefusedLine):
+                self._refuse(results, line, line.reason)
+                continue
+            missing = [sample for sample in range(line.params.n) if (line.id, sample) not in self.settled]
+            if not missing:
+                continue
+            if not interrupt.requested:
+                try:
+                    engine.add_request(line.prompt, line.params, request_id=line.id, samples=missing)
+                except ValueError as error:
+                    self._refuse(results, line, " ".join(str(error).split()))
+                    continue
+            self.unfinished[line.id] = len(missing)
+            if isinstance(self.config.workload, ArithmeticWorkload) and isinstance(line.prompt, str):
+                self.texts[line.id] = line.prompt
+
+    def _refuse(self, results: ResultsFile, line: PromptLine | RefusedLine, reason: str) -> None:
+        reason = f"line {line.number}: {reason}"
+        self.refusals.append(reason)
+        row = refused_row(line.id, reason)
+        results.write(row)
+        self.tally.add(row)
+
+    def _sample(self, engine: Engine, results: ResultsFile, interrupt: _Interrupt) -> int:
+        """Step until all is finished or Ctrl-C; the number of tokens sampled."""
+        num_tokens = 0
+        start_s = time.perf_counter()
+        # A terminal is redrawn often; a log file gets a line now and then.
+        every_s = 0.1 if sys.stderr.isatty() else 10.0
+        total = sum(self.unfinished.values())
+        with tqdm(total=total, unit=" samples", mininterval=every_s, file=sys.stderr, dynamic_ncols=True) as bar:
+            while engine.has_unfinished and not interrupt.requested:
+                num_finished = 0
+                for update in engine.run_step():
+                    num_tokens += len(update.token_ids)
+                    if update.output is not None:
+                        num_finished += 1
+                        self._finish(results, update.output)
+                rate = num_tokens / (time.perf_counter() - start_s)
+                state = f"{rate:,.0f} tokens/s, {engine.num_running} running, {engine.num_waiting} waiting"
+                bar.set_postfix_str(state, refresh=False)
+                bar.update(num_finished)
+        return num_tokens
+
+    def _finish(self, results: ResultsFile, output: Any) -> None:
+        solved = None
+        if output.request_id in self.texts:
+            solved = arithmetic.is_solved(self.texts[output.request_id], output.text)
+        row = result_row(output, solved)
+        results.write(row)
+        self.tally.add(row)
+        self.unfinished[output.request_id] -= 1
+        if not self.unfinished[output.request_id]:
+            del self.unfinished[output.request_id]
+
+    def _abort(self, engine: Engine, results: ResultsFile) -> None:
+        """Give up what is unfinished; what a sample has so far is kept as `abort`, until it is resumed."""
+        for request_id in self.unfinished:
+            for output in engine.abort(request_id):
+                if output.token_ids:
+                    row = result_row(output, None)
+                    results.write(row)
+                    self.tally.add(row)
+
+    def _report(self, summary: dict[str, Any]) -> int:
+        print(summary_table(summary))
+        print(self.folder, flush=True)
+        if self.refusals:
+            first = self.refusals[0]
+            say = f"{len(self.refusals)} of {len(self.lines)} lines were refused, the first is {first}"
+            print(f"paged: {say}", file=sys.stderr)
+        errors = summary["finish_reasons"].get("error", 0)
+        if errors:
+            print(f"paged: {errors} samples ended as error, because their logits were NaN", file=sys.stderr)
+        if summary["interrupted"]:
+            _say_how_to_resume(self.folder)
+            return INTERRUPTED
+        if errors:
+            return INTERNAL
+        return MISTAKE if self.refusals else OK
+
+
+class _Interrupt:
+    """While entered, the first Ctrl-C only sets `requested`; the second interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> _Interrupt:
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._in_main_thread:
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._in_main_thread:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def _say_how_to_resume(folder: Path) -> None:
+    command = f"python -m paged run resume={shlex.quote(str(folder))}"
+    print(f"paged: interrupted; what is finished is kept, continue with: {command}", file=sys.stderr)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("paged", "torch", "triton", "tokenizers", "hydra-core"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

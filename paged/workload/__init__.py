@@ -1,0 +1,1 @@
+"""What arrives: prompt files and built-in tasks, for the engine and the simulator alike. No torch."""

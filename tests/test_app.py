@@ -1,0 +1,566 @@
+"""Checks the command line as a user meets it: folders, results, sweeps, mistakes, Ctrl-C and resuming."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from paged.app import main
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CHARACTERS = ["<eos>", "?", *"0123456789+-*()\n abcdefghijklmnopqrstuvwxyz:"]
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": len(CHARACTERS),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+SMALL = ("device=cpu", "workload.num_prompts=2", "sampling.n=2", "sampling.max_tokens=6")
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a character tokenizer and no weights: they are random ones."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(CHARACTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def cli(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Cli]:
+    """Runs `python -m paged run` with the small checkpoint in this process; exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    root = logging.getLogger()
+    before = list(root.handlers)
+
+    def call(*overrides: str, model: bool = True) -> tuple[int, str, str]:
+        given = [f"model.path={checkpoint}", "weights=dummy"] if model else []
+        code = main(["run", *given, *overrides])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    yield call
+    # Hydra's handlers hold this test's streams and files.
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def folder_of(out: str) -> Path:
+    return Path(out.splitlines()[-1])
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def tokens_of(folder: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
+    rows = rows_of(folder)
+    samples = {(row["id"], row["sample"]): (row["token_ids"], row["logprobs"], row["finish_reason"]) for row in rows}
+    assert len(samples) == len(rows), "a sample has two rows"
+    return samples
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+# The command word
+
+
+def test_help_lists_the_commands_without_importing_torch_or_hydra() -> None:
+    code = (
+        "import sys; from paged.app import main; code = main(['--help'])\n"
+        "sys.exit(code or 'torch' in sys.modules or 'hydra' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert re.search(r"^  run  ", done.stdout, re.MULTILINE)
+
+
+def test_no_command_shows_the_usage_and_an_unknown_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: python -m paged COMMAND" in capsys.readouterr().err
+    assert main(["rum"]) == 2
+    assert capsys.readouterr().err == "paged: there is no command 'rum'; did you mean run?\n"
+    assert main(["block_size=3"]) == 2
+    assert capsys.readouterr().err == "paged: there is no command 'block_size=3'; the commands are: run\n"
+
+
+def test_hydras_help_and_config_are_there(cli: Cli) -> None:
+    code, out, _ = cli("--help")
+    assert code == 0
+    assert "policy: fifo, reserve, watermark" in out
+    code, out, _ = cli("--cfg", "job", "block_size=8")
+    assert code == 0
+    assert "block_size: 8" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("paged ", ["run"]),
+        ("paged ru", ["run"]),
+        ("paged run policy=", ["policy=fifo", "policy=reserve", "policy=watermark"]),
+        ("paged run numerics=fast block_s", ["block_size="]),
+        ("paged unknown ", []),
+    ],
+)
+def test_the_shell_completes_commands_groups_and_keys(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.split() == expected
+
+
+def test_the_completion_is_installed_for_the_console_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    assert main(["-sc", "install=bash"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion paged")
+
+
+# A run
+
+
+def test_a_run_leaves_a_folder_with_everything(cli: Cli, tmp_path: Path) -> None:
+    code, out, err = cli(*SMALL)
+    assert code == 0
+    folder = folder_of(out)
+    assert re.fullmatch(r"outputs/run/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d\.\d{6}", str(folder.relative_to(tmp_path)))
+    for name in (".hydra/config.yaml", "inputs/prompts.jsonl", "results.jsonl", "steps.jsonl", "summary.json"):
+        assert (folder / name).is_file()
+    rows = rows_of(folder)
+    expected = {(f"arithmetic-{i}", j) for i in range(2) for j in range(2)}
+    assert {(row["id"], row["sample"]) for row in rows} == expected
+    for row in rows:
+        assert row["finish_reason"] in ("stop", "length")
+        assert 1 <= len(row["token_ids"]) == len(row["logprobs"]) <= 6
+        assert isinstance(row["solved"], bool)
+        assert row["num_preemptions"] == 0
+        assert "top_logprobs" not in row
+    summary = summary_of(folder)
+    assert summary["num_samples"] == 4
+    assert summary["output_tokens"] == sum(len(row["token_ids"]) for row in rows)
+    assert summary["len_max"] == max(len(row["token_ids"]) for row in rows)
+    assert summary["interrupted"] is False
+    assert {row["numerics_id"] for row in rows} == {summary["numerics_id"]}
+    names = "tokens_per_s_end_to_end prompt_tokens len_p50 finish_reasons kv_tokens num_steps preemptions solved"
+    names += " recomputed_tokens forward_tokens minimal_forward_tokens peak_device_bytes startup_s elapsed_s versions"
+    assert set(names.split()) <= summary.keys()
+    assert "tokens/s" in out
+    assert "4/4" in err
+    assert "running" in err
+
+
+def test_the_seed_changes_the_samples_and_nothing_else_does(cli: Cli) -> None:
+    first = tokens_of(folder_of(cli(*SMALL)[1]))
+    pressed = folder_of(cli(*SMALL, "block_size=4", "num_blocks=20", "chunk_size=3", "max_num_seqs=3")[1])
+    assert tokens_of(pressed) == first
+    assert tokens_of(folder_of(cli(*SMALL, "sampling.seed=1")[1])) != first
+
+
+def test_a_sweep_gives_each_point_its_own_folder(cli: Cli) -> None:
+    code, out, _ = cli("numerics=invariant,fast", "-m", *SMALL)
+    assert code == 0
+    sweep = folder_of(out)
+    assert "multirun" in sweep.parts
+    ids = [summary_of(sweep / point)["numerics_id"] for point in ("0", "1")]
+    assert ids[0] != ids[1]
+    assert [len(rows_of(sweep / point)) for point in ("0", "1")] == [4, 4]
+
+
+def test_a_mistake_in_one_point_leaves_the_others_of_a_sweep(cli: Cli) -> None:
+    code, out, err = cli("-m", "num_blocks=0,40", *SMALL)
+    assert code == 2
+    assert "paged: num_blocks must be a whole number, at least 1, not 0" in err
+    assert len(rows_of(folder_of(out) / "1")) == 4
+
+
+def test_a_results_file_is_never_written_over(cli: Cli) -> None:
+    folder = folder_of(cli(*SMALL)[1])
+    code, _, err = cli(*SMALL, f"hydra.run.dir={folder}")
+    assert code == 2
+    assert err.startswith("paged: hydra.run.dir must be a new folder")
+
+
+# Prompts from a file
+
+
+def test_all_forms_of_prompts_and_their_own_parameters(cli: Cli, tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"id": "text", "prompt": "1+1\n"},
+        {
+            "id": "ids",
+            "prompt_token_ids": [3, 12, 3, 17],
+            "n": 1,
+            "temperature": 0,
+            "logprobs": 2,
+            "prompt_logprobs": 1,
+        },
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 1},
+    )
+    code, out, _ = cli("workload=prompts", f"workload.path={path}", "sampling.n=2", "sampling.max_tokens=5")
+    assert code == 0
+    folder = folder_of(out)
+    rows = {(row["id"], row["sample"]): row for row in rows_of(folder)}
+    assert rows.keys() == {("text", 0), ("text", 1), ("ids", 0), ("line-3", 0)}
+    assert rows["text", 0]["prompt_token_ids"] == rows["ids", 0]["prompt_token_ids"] == [3, 12, 3, 17]
+    assert len(rows["ids", 0]["top_logprobs"]) == len(rows["ids", 0]["token_ids"])
+    assert len(rows["ids", 0]["prompt_logprobs"]) == 3
+    chat = "".join(CHARACTERS[token] for token in rows["line-3", 0]["prompt_token_ids"])
+    assert chat == "user: hi\na:"
+    assert len(rows["line-3", 0]["token_ids"]) <= 2
+    assert not any("solved" in row for row in rows.values())
+    assert (folder / "inputs" / "prompts.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"id": "good", "prompt": "1+1"},
+        '{"prompt": "1',
+        {"id": "unknown", "prompt": "1", "temprature": 1},
+        {"id": "contradiction", "prompt": "1", "temperature": 0, "n": 2},
+        {"id": "vocabulary", "prompt_token_ids": [1, 99999]},
+        {"id": "stop", "prompt": "1", "stop_token_ids": [99999]},
+        {"id": "long", "prompt": "1" * 300},
+        {"id": "never fits", "prompt": "1", "max_tokens": 1000},
+        {"id": "good too", "prompt": "2+2"},
+    )
+    code, out, err = cli("workload=prompts", f"workload.path={path}", "sampling.n=1", "sampling.max_tokens=5")
+    assert code == 2
+    told = [line for line in err.splitlines() if line.startswith("paged: ")]
+    assert len(told) == 1
+    assert told[0].startswith("paged: 7 of 9 lines were refused, the first is line 2: not valid JSON")
+    rows = {row["id"]: row for row in rows_of(folder_of(out))}
+    assert rows["good"]["finish_reason"] in ("stop", "length")
+    assert rows["good too"]["finish_reason"] in ("stop", "length")
+    for line_id, reason in {
+        "line-2": "line 2: not valid JSON",
+        "unknown": "line 3: temprature is not a field of a prompt; did you mean temperature?",
+        "contradiction": "line 4: n must be 1 when temperature is 0",
+        "vocabulary": "line 5: .*99999",
+        "stop": "line 6: stop_token_ids holds 99999",
+        "long": "line 7: .*max_seq_len",
+        "never fits": "line 8: .*max_tokens 1000",
+    }.items():
+        assert rows[line_id]["finish_reason"] == "refused"
+        assert re.match(reason, rows[line_id]["reason"])
+    assert summary_of(folder_of(out))["finish_reasons"]["refused"] == 7
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["foo=1"], "foo is not a key of this config; allowed: allow_long_context, block_size,"),
+        (["block_sise=3"], "block_sise is not a key of this config; did you mean block_size?"),
+        (["+block_sise=3"], "block_sise is not a key of this config; did you mean block_size?"),
+        (["sampling.topp=1"], "sampling.topp is not a key of this config; did you mean sampling.top_p?"),
+        (["polcy=fifo"], "polcy is not a key of this config; did you mean policy?"),
+        (["hydra.rum.dir=x"], "hydra.rum.dir is not a key of Hydra's config; see --cfg hydra"),
+        (["policy.fraction=0.1"], "policy.fraction is not a key of the policy that is chosen"),
+        (["policy=lifo"], "policy must be one of fifo, reserve, watermark, not 'lifo'"),
+        (["numerics=exact"], "numerics must be one of fast, invariant, not 'exact'"),
+        (["experiment=none"], "experiment must be one of"),
+        (["block_size"], "cannot read the override 'block_size': it must be KEY=VALUE"),
+        (["block_size=1,2"], "'block_size=1,2' gives several values: add -m"),
+        (["--flag"], "unrecognized arguments: --flag"),
+        (["-m", "--cfg", "job"], "only one of --run, --multirun"),
+        (["--config-name", "absent"], "Cannot find primary config 'absent'"),
+        (["policy=null"], "Config group override must be a string"),
+        (["sampling=[1]"], "Error merging override sampling=[1]: Cannot merge"),
+        (["block_size=${foo}"], "block_size: Interpolation key 'foo' not found"),
+        (["block_size=abc"], "block_size must be a whole number, not 'abc'"),
+        (["block_size=0"], "block_size must be a whole number, at least 1, not 0"),
+        (["num_blocks=-1"], "num_blocks must be a whole number, at least 1, not -1"),
+        (["num_blocks=1000000000000"], "num_blocks"),
+        (["max_num_seqs=0"], "max_num_seqs"),
+        (["chunk_size=0"], "chunk_size"),
+        (["depth=0"], "depth"),
+        (["tp=2"], "tp must be 1"),
+        (["dtype=int3"], "dtype must be one of"),
+        (["kv_dtype=int3"], "kv_dtype must be one of"),
+        (["max_seq_len=100000"], "max_seq_len 100000 exceeds the model's max_position_embeddings"),
+        (["gpu_memory_utilization=2"], "gpu_memory_utilization must be above 0 and at most 1, not 2.0"),
+        (["sampling.top_p=0"], "sampling.top_p must be a number above 0 and at most 1, not 0.0"),
+        (["sampling.temperature=0"], "sampling.n must be 1 when temperature is 0"),
+        (["model.path=/nowhere/at/all"], "model.path /nowhere/at/all does not exist"),
+        (["weights=auto"], ""),
+        (["workload=prompts"], "workload.path must be given"),
+        (["workload=prompts", "workload.path=absent.jsonl"], "workload.path must be a file of prompts: 'absent.jsonl'"),
+        (
+            ["workload=prompts", "workload.path=empty.jsonl"],
+            "workload.path must be a file of prompts: 'empty.jsonl' holds",
+        ),
+        (["workload=prompts", "workload.path=."], "workload.path must be a file of prompts: '.' cannot be read"),
+        (["hydra.run.dir=empty.jsonl/run"], "hydra.run.dir must be a folder that can be written"),
+        (["resume=absent"], "resume must be the folder of a run, and 'absent' holds no .hydra/config.yaml"),
+        (["resume=a", "resume=b"], "resume must be given once"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(cli: Cli, overrides: list[str], sentence: str) -> None:
+    Path("empty.jsonl").write_text("\n")
+    code, out, err = cli(*overrides)
+    assert code == 2
+    assert out == ""
+    assert err.startswith(f"paged: {sentence}")
+    assert err.count("\n") == 1
+
+
+def test_a_mistake_through_the_real_process_leaves_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paged", "run", "block_size=x", f"hydra.run.dir={tmp_path}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "paged: block_size must be a whole number, not 'x'\n"
+
+
+def test_an_internal_error_is_not_taken_for_a_mistake(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged.engine import Engine
+
+    def fail(self: Engine) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(Engine, "run_step", fail)
+    with pytest.raises(ValueError, match="a fault"):
+        cli(*SMALL)
+
+
+def test_samples_whose_logits_are_nan_end_as_error_and_the_others_finish(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paged.model.decoder import Decoder
+
+    logits = Decoder.logits
+    calls = 0
+
+    def poisoned(self: Decoder, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        rows = logits(self, *args)
+        if calls == 3:
+            rows[0] = float("nan")
+        return rows
+
+    monkeypatch.setattr(Decoder, "logits", poisoned)
+    code, out, err = cli(*SMALL, "sampling.ignore_eos=true")
+    assert code == 1
+    assert "paged: 1 samples ended as error, because their logits were NaN" in err
+    folder = folder_of(out)
+    assert summary_of(folder)["finish_reasons"] == {"error": 1, "length": 3}
+
+    monkeypatch.setattr(Decoder, "logits", logits)
+    assert cli(f"resume={folder}", model=False)[0] == 0
+    assert tokens_of(folder) == tokens_of(folder_of(cli(*SMALL, "sampling.ignore_eos=true")[1]))
+
+
+# Ctrl-C and resuming
+
+LONG = ("device=cpu", "workload.num_prompts=3", "sampling.n=2", "sampling.max_tokens=40", "max_num_seqs=4")
+
+
+@pytest.fixture
+def interrupted(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A run that got Ctrl-C once two samples had finished, and what it said."""
+    from paged.engine import Engine
+
+    step = Engine.run_step
+    finished = 0
+
+    def interrupting(self: Engine) -> Any:
+        nonlocal finished
+        updates = step(self)
+        finished += sum(update.output is not None for update in updates)
+        if finished >= 2:
+            signal.raise_signal(signal.SIGINT)
+        return updates
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run_step", interrupting)
+        code, out, err = cli(*LONG)
+    assert code == 130
+    return folder_of(out), err
+
+
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(interrupted: tuple[Path, str]) -> None:
+    folder, err = interrupted
+    assert err.splitlines()[-1].endswith(f"continue with: python -m paged run resume={folder}")
+    summary = summary_of(folder)
+    assert summary["interrupted"] is True
+    assert summary["num_samples"] >= 2
+    assert summary["num_samples"] < 6
+    assert summary["finish_reasons"]["abort"] >= 1
+    assert len(rows_of(folder)) == sum(summary["finish_reasons"].values())
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(cli: Cli, interrupted: tuple[Path, str]) -> None:
+    folder, _ = interrupted
+    kept = {row["id"] + str(row["sample"]) for row in rows_of(folder) if row["finish_reason"] != "abort"}
+    with (folder / "results.jsonl").open("a") as file:
+        file.write('{"id": "torn", "sam')
+    code, out, err = cli(f"resume={folder}", model=False)
+    assert code == 0
+    assert folder_of(out) == folder
+    assert f"{6 - len(kept)}/{6 - len(kept)}" in err
+    assert tokens_of(folder) == tokens_of(folder_of(cli(*LONG)[1]))
+    summary = summary_of(folder)
+    assert (summary["num_samples"], summary["interrupted"], summary["resumed"]) == (6, False, True)
+    events = [json.loads(line)["event"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert events.count("config") == 2
+
+    before = (folder / "results.jsonl").read_bytes(), summary
+    assert cli(f"resume={folder}", model=False)[0] == 0
+    assert ((folder / "results.jsonl").read_bytes(), summary_of(folder)) == before
+
+
+def test_resuming_needs_nothing_but_the_folder(
+    cli: Cli, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model and the prompts were given relative to another folder, and the prompts are gone since."""
+    start = tmp_path / "start"
+    start.mkdir()
+    shutil.copytree(checkpoint, start / "model")
+    path = write_lines(start / "p.jsonl", {"id": "a", "prompt": "1+1"}, {"id": "b", "prompt": "2"}, "broken")
+    monkeypatch.chdir(start)
+    given = ["workload=prompts", "workload.path=p.jsonl", "sampling.max_tokens=5", "weights=dummy", "model.path=model"]
+    code, out, _ = cli(*given, model=False)
+    assert code == 2
+    folder = folder_of(out)
+    whole = tokens_of(folder)
+    rows = rows_of(folder)
+    write_lines(folder / "results.jsonl", *rows[:3])
+    path.unlink()
+    moved = folder.rename(tmp_path / "mov'd run=1")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = cli(f"resume={moved}", model=False)
+    assert code == 2
+    assert "paged: 1 of 3 lines were refused, the first is line 3" in err
+    assert tokens_of(moved) == whole
+
+
+def test_a_pool_may_change_when_a_run_is_resumed(cli: Cli, interrupted: tuple[Path, str]) -> None:
+    folder, _ = interrupted
+    code, _, _ = cli(f"resume={folder}", "num_blocks=40", "policy=watermark", "policy.fraction=0.1", model=False)
+    assert code == 0
+    assert summary_of(folder)["kv_tokens"] == 40 * 16
+    assert tokens_of(folder) == tokens_of(folder_of(cli(*LONG)[1]))
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("sampling.temperature=0.5", "sampling.temperature"),
+        ("seed=3", "seed"),
+        ("numerics=fast", "numerics"),
+        ("dtype=float64", "dtype"),
+        ("model=local", "model"),
+        ("workload.num_prompts=9", "workload.num_prompts"),
+        ("experiment=pressure", "experiment"),
+    ],
+)
+def test_what_would_change_the_samples_is_refused_beside_resume(cli: Cli, override: str, key: str) -> None:
+    folder = folder_of(cli(*SMALL)[1])
+    before = (folder / "results.jsonl").read_bytes()
+    code, out, err = cli(f"resume={folder}", override, model=False)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"paged: {key} must not be given beside resume")
+    assert err.count("\n") == 1
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+def test_other_bits_and_broken_results_are_not_resumed(cli: Cli) -> None:
+    folder = folder_of(cli(*SMALL)[1])
+    rows = rows_of(folder)
+    write_lines(folder / "results.jsonl", {**rows[0], "numerics_id": "other"}, *rows[1:3])
+    code, _, err = cli(f"resume={folder}", model=False)
+    assert code == 2
+    assert "paged: resume must happen where the numerics are those of the folder" in err
+    write_lines(folder / "results.jsonl", rows[0], '{"torn', rows[1])
+    code, _, err = cli(f"resume={folder}", model=False)
+    assert code == 2
+    assert re.match(r"paged: resume must be a folder with intact results: .*results\.jsonl, line 2: ", err)
+    assert cli("-m", f"resume={folder}", model=False)[0] == 2
+
+
+def test_ctrl_c_in_the_real_process(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    args = [f"model.path={checkpoint}", "weights=dummy", "sampling.max_tokens=180", f"hydra.run.dir={folder}"]
+    args += ["device=cpu", "workload.num_prompts=8", "sampling.n=2", "max_num_seqs=4"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paged", "run", *args],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (results := folder / "results.jsonl").is_file() or not results.stat().st_size:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert folder_of(out) == folder
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].endswith(f"continue with: python -m paged run resume={folder}")
+    summary = summary_of(folder)
+    assert summary["interrupted"] is True
+    assert 1 <= summary["num_samples"] < 16
+    assert cli(f"resume={folder}", model=False)[0] == 0
+    assert len(tokens_of(folder)) == 16

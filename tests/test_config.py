@@ -1,0 +1,124 @@
+"""Checks the configuration: every root file with every group option, the schemas, and a sentence for each mistake."""
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from paged.config import EngineSchema, RunConfig, SamplingSchema, conf_folder, known_keys, run_config
+from paged.core.policy import Fifo, Reserve, Watermark
+from paged.core.request import SamplingParams
+from paged.outcome import UserError
+
+CONF = conf_folder()
+ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
+OPTIONS = sorted(f"{path.parent.relative_to(CONF)}={path.stem}" for path in CONF.glob("*/**/*.yaml"))
+# What an entry leaves to be given.
+GIVEN = {"model=local": ["model.path=somewhere"], "workload=prompts": ["workload.path=prompts.jsonl"]}
+
+
+def composed(*overrides: str, root: str = "run") -> RunConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(root, list(overrides))
+    assert root == "run"
+    return run_config(cfg)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_root_composes_with_every_option(root: str, option: str) -> None:
+    assert composed(option, *GIVEN.get(option, []), root=root).sampling.max_tokens == 512
+
+
+def test_there_is_something_to_compose() -> None:
+    assert "run" in ROOTS
+    assert len(OPTIONS) >= 10
+
+
+def test_the_schemas_have_the_fields_of_what_they_build() -> None:
+    from paged.engine import EngineConfig
+
+    assert {f.name for f in fields(SamplingSchema)} == {f.name for f in fields(SamplingParams)}
+    assert {f.name for f in fields(EngineSchema)} | {"numerics", "policy"} == {f.name for f in fields(EngineConfig)}
+
+
+def test_the_defaults_are_the_librarys() -> None:
+    from paged.engine import EngineConfig
+
+    config = composed()
+    assert EngineConfig(**config.engine) == EngineConfig()
+    assert config.model == "tiny"
+    assert config.sampling == SamplingParams(n=4, max_tokens=512)
+
+
+def test_choices_arrive_as_typed_objects() -> None:
+    assert composed("policy=fifo").engine["policy"] == Fifo()
+    assert composed("policy=reserve").engine["policy"] == Reserve()
+    assert composed("policy=watermark", "policy.fraction=0.2").engine["policy"] == Watermark(fraction=0.2)
+    assert composed("numerics=fast").engine["numerics"] == "fast"
+    sampling = composed("sampling.stop=[a,b]", "sampling.logit_bias={3: 1}", "sampling.max_tokens=null").sampling
+    assert sampling == SamplingParams(n=4, stop=("a", "b"), logit_bias={3: 1.0}, max_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("+block_sise=3", "block_sise is not a key of this config; did you mean block_size?"),
+        ("+sampling.temprature=1", "sampling.temprature is not a key of this config; did you mean temperature?"),
+        ("+policy.fraction=1", "policy.fraction is not a key of this config; allowed: name"),
+        ("+model.size=8", "model.size is not a key of this config; allowed: path"),
+        ("block_size=abc", "block_size must be a whole number, not 'abc'"),
+        ("block_size=1.5", "block_size must be a whole number, not 1.5"),
+        ("block_size=true", "block_size must be a whole number, not True"),
+        ("block_size=[1]", "block_size must be a whole number, not [1]"),
+        ("block_size=null", "block_size must be a whole number, not None"),
+        ("num_blocks=x", "num_blocks must be a whole number or null, not 'x'"),
+        ("gpu_memory_utilization=most", "gpu_memory_utilization must be a number, not 'most'"),
+        ("prefix_reuse=perhaps", "prefix_reuse must be true or false, not 'perhaps'"),
+        ("device=gpu", "device must be one of auto, cpu, cuda, not 'gpu'"),
+        ("weights=none", "weights must be one of auto, dummy, not 'none'"),
+        ("sampling.stop=abc", "sampling.stop must be a list of texts, not 'abc'"),
+        ("sampling.stop_token_ids=[x]", "sampling.stop_token_ids must be a list of whole numbers, not ['x']"),
+        (
+            "sampling.logit_bias={a: 1}",
+            "sampling.logit_bias must be a mapping of token ids to numbers or null, not {'a': 1}",
+        ),
+        ("sampling.logit_bias=[1]", "sampling.logit_bias must be a mapping of token ids to numbers or null, not [1]"),
+        ("sampling.temperature=-1", "sampling.temperature must be a number between 0 and 10000, not -1.0"),
+        ("sampling.temperature=nan", "sampling.temperature must be a number between 0 and 10000, not nan"),
+        ("sampling.temperature=0", "sampling.n must be 1 when temperature is 0"),
+        ("sampling=5", "sampling must hold keys and values, not 5"),
+        ("numerics.name=exact", "numerics must be one of invariant, fast, not 'exact'"),
+        ("~policy", "policy must be one of fifo, watermark, reserve, not None"),
+        ("~block_size", "block_size must be given: a whole number"),
+        ("model=local", "model.path must be given: a text"),
+        ("workload=prompts", "workload.path must be given: a text"),
+        ("workload.num_prompts=0", "workload.num_prompts must be a whole number, at least 1, not 0"),
+        ("tp=2", "tp must be 1, because this version runs on one device, not 2"),
+        ("block_size=${nowhere}", "block_size: Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed(override)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policys_own_range_is_checked() -> None:
+    with pytest.raises(UserError, match=r"policy\.fraction must be at least 0 and below 1, not 2\.0"):
+        composed("policy=watermark", "policy.fraction=2")
+
+
+def test_the_keys_named_in_hints_are_the_composed_ones() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("run")
+    assert set(map(str, cfg)) <= set(known_keys())
+    assert {f"sampling.{key}" for key in cfg.sampling} <= set(known_keys())
+
+
+def test_configuration_and_workloads_import_no_torch() -> None:
+    code = "import sys, paged.app, paged.config, paged.run, paged.workload.prompts; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parent).returncode == 0

@@ -1,0 +1,113 @@
+"""Checks the prompts file: its forms, the line's parameters over the job's, a refusal for each broken line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paged.core.request import SamplingParams
+from paged.workload.prompts import PromptLine, RefusedLine, read_prompts, write_prompts
+
+DEFAULTS = SamplingParams(n=2, max_tokens=7, top_p=0.9)
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def read_lines(*lines: str | bytes) -> list[PromptLine | RefusedLine]:
+        path = tmp_path / "prompts.jsonl"
+        path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+        return read_prompts(path, DEFAULTS)
+
+    return read_lines
+
+
+def test_every_form_is_read_in_order(read) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    lines = read(
+        '{"prompt": "1+1"}',
+        "",
+        '{"id": "b", "prompt_token_ids": [1, 2]}',
+        json.dumps({"id": 7, "messages": chat}),
+    )
+    assert [(line.number, line.id, line.prompt) for line in lines] == [
+        (1, "line-1", "1+1"),
+        (3, "b", [1, 2]),
+        (4, "7", {"messages": chat}),
+    ]
+    assert all(line.params == DEFAULTS for line in lines)
+
+
+def test_a_lines_own_sampling_fields_replace_the_jobs(read) -> None:
+    (line,) = read('{"prompt": "1", "n": 1, "temperature": 0, "stop": "x", "logit_bias": {"5": 2}}')
+    assert line.params == SamplingParams(n=1, max_tokens=7, top_p=0.9, temperature=0, stop=("x",), logit_bias={5: 2.0})
+
+
+def test_line_ends_byte_order_mark_and_line_separators_in_text_do_no_harm(read) -> None:
+    lines = read(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r', b'{"prompt": "c"}\r', b"  \r", b"")
+    assert [(line.id, line.prompt) for line in lines] == [("line-1", "a\u2028b"), ("line-2", "c")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"prompt": "a"', "not valid JSON"),
+        ("nonsense", "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ("[" * 100_000, "not valid JSON"),
+        ('["a"]', "must be a JSON object"),
+        ("{}", "exactly one of prompt, prompt_token_ids, messages must be given, not none"),
+        ('{"prompt": "a", "messages": []}', "not prompt and messages"),
+        ('{"prompt": "a", "temprature": 1}', "temprature is not a field of a prompt; did you mean temperature"),
+        ('{"prompt": "a", "prompt": "b"}', "prompt is given twice"),
+        ('{"prompt": ""}', "prompt must be a text"),
+        ('{"prompt": 5}', "prompt must be a text"),
+        ('{"prompt": null}', "prompt must be a text"),
+        ('{"prompt_token_ids": []}', "prompt_token_ids must be a list"),
+        ('{"prompt_token_ids": "12"}', "prompt_token_ids must be a list"),
+        ('{"prompt_token_ids": [1, -1]}', "prompt_token_ids must be whole numbers"),
+        ('{"prompt_token_ids": [1, true]}', "prompt_token_ids must be whole numbers"),
+        ('{"prompt_token_ids": [1.0]}', "prompt_token_ids must be whole numbers"),
+        ('{"messages": []}', "messages must be a list"),
+        ('{"messages": [{"content": "a"}]}', "role and content"),
+        ('{"prompt": "a", "id": ""}', "id must be"),
+        ('{"prompt": "a", "id": [1]}', "id must be"),
+        ('{"prompt": "a", "temperature": 0}', "n must be 1 when temperature is 0"),
+        ('{"prompt": "a", "top_p": 0}', "top_p must be a number above 0"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature must be a number"),
+        ('{"prompt": "a", "max_tokens": "5"}', "max_tokens must be a whole number"),
+        ('{"prompt": "a", "n": null}', "n must be a whole number"),
+    ],
+)
+def test_a_broken_line_is_refused_and_its_neighbours_are_read(read, text: str | bytes, reason: str) -> None:
+    before, broken, after = read('{"prompt": "a"}', text, '{"prompt": "b"}')
+    assert isinstance(broken, RefusedLine)
+    assert broken.number == 2
+    assert reason in broken.reason
+    assert "\n" not in broken.reason
+    assert [before.prompt, after.prompt] == ["a", "b"]
+
+
+def test_a_repeated_id_is_refused_also_when_one_is_a_number(read) -> None:
+    first, second, third = read('{"id": "1", "prompt": "a"}', '{"id": 1, "prompt": "b"}', '{"prompt": "c"}')
+    assert isinstance(first, PromptLine)
+    assert isinstance(second, RefusedLine)
+    assert (second.id, second.reason) == ("line-2", "id '1' was already used by line 1")
+    assert isinstance(third, PromptLine)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_an_empty_file_gets_a_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"empty\.jsonl' holds no prompt"):
+        read_prompts(tmp_path / "empty.jsonl", DEFAULTS)
+
+
+def test_a_missing_file_gets_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.jsonl' cannot be read \(No such file"):
+        read_prompts(tmp_path / "absent.jsonl", DEFAULTS)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    write_prompts(path, [("a", "1+1\n"), ("b", "é\u2028")])
+    assert [(line.id, line.prompt) for line in read_prompts(path, DEFAULTS)] == [("a", "1+1\n"), ("b", "é\u2028")]
