@@ -3,7 +3,8 @@
     python benchmarks/batch_effects.py
 
 Each trial generates for a victim prompt twice, alone and beside companions that arrive with it, and compares its tokens
-and its raw logits at every step up to the first differing token. Prints one row for each model, numerics and way of sampling.
+and its raw logits at every step up to the first differing token. Prints one row for each model, numerics and way of
+sampling.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def main() -> None:
                 different, largest = experiment(
                     engine, temperature, options.trials, options.companions, on_text=name == "trained"
                 )
-                print(f"| {name} | {numerics} | {sampling} | {different}/{options.trials} | {largest:.3g} |", flush=True)
+                print(
+                    f"| {name} | {numerics} | {sampling} | {different}/{options.trials} | {largest:.3g} |", flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -126,6 +126,26 @@ class PromptsSchema:
 
 
 @dataclass(slots=True, kw_only=True)
+class RandomSchema:
+    """`workload=random`."""
+
+    name: str = MISSING
+    num_prompts: int = MISSING
+    input_len: int = MISSING
+    output_len: int = MISSING
+    seed: int = MISSING
+
+    def build(self) -> RandomWorkload:
+        """The typed workload; raises ``ValueError`` for an impossible number."""
+        for key in ("num_prompts", "input_len", "output_len"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"workload.{key} must be a whole number, at least 1, not {getattr(self, key)}")
+        return RandomWorkload(
+            num_prompts=self.num_prompts, input_len=self.input_len, output_len=self.output_len, seed=self.seed
+        )
+
+
+@dataclass(slots=True, kw_only=True)
 class SamplingSchema:
     """The key `sampling`: the fields of SamplingParams, which checks their values."""
 
@@ -178,7 +198,11 @@ class RunSchema(EngineSchema):
 
 NUMERICS: Final[Mapping[str, type]] = {"invariant": NumericsSchema, "fast": NumericsSchema}
 POLICIES: Final[Mapping[str, type]] = {"fifo": FifoSchema, "watermark": WatermarkSchema, "reserve": ReserveSchema}
-WORKLOADS: Final[Mapping[str, type]] = {"arithmetic": ArithmeticSchema, "prompts": PromptsSchema}
+WORKLOADS: Final[Mapping[str, type]] = {
+    "arithmetic": ArithmeticSchema,
+    "prompts": PromptsSchema,
+    "random": RandomSchema,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +221,16 @@ class PromptsWorkload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RandomWorkload:
+    """Random token ids of given lengths."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A checked config of `run`.
 
@@ -210,7 +244,7 @@ class RunConfig:
     model: str
     engine: Mapping[str, Any]
     sampling: SamplingParams
-    workload: ArithmeticWorkload | PromptsWorkload
+    workload: ArithmeticWorkload | PromptsWorkload | RandomWorkload
 
 
 def run_config(cfg: DictConfig) -> RunConfig:

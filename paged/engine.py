@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,24 +115,24 @@ class Engine:
         dtype = DTYPES[config.dtype or spec.dtype]
         kv_dtype = KV_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
         limit = position_limit(config, spec)
-        placed: dict[str, Any] = {"numerics": numerics, "dtype": dtype, "device": device, "max_positions": limit}
-        if config.weights == "dummy":
-            decoder = Decoder.random(spec, config.seed, **placed)
-        else:
-            decoder = load_decoder(folder, **placed)
-        num_blocks = config.num_blocks or sized_num_blocks(config, spec, dtype, kv_dtype, device, limit)
-        max_seq_len = min(limit, num_blocks * config.block_size)
-        limits = config.limits(num_blocks=num_blocks, max_seq_len=max_seq_len, vocab_size=spec.vocab_size)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-        cache = KVCache(spec, num_blocks, config.block_size, dtype=kv_dtype, device=device)
+        placed: dict[str, Any] = {"numerics": numerics, "dtype": dtype, "device": device, "max_positions": limit}
+        with _out_of_memory_as_mistake():
+            if config.weights == "dummy":
+                decoder = Decoder.random(spec, config.seed, **placed)
+            else:
+                decoder = load_decoder(folder, **placed)
+            num_blocks = config.num_blocks or sized_num_blocks(config, spec, dtype, kv_dtype, device, limit)
+            cache = KVCache(spec, num_blocks, config.block_size, dtype=kv_dtype, device=device)
         runner = TorchRunner(
             decoder,
             cache,
             tokenizer,
             max_num_seqs=config.max_num_seqs,
-            max_seq_len=max_seq_len,
+            max_seq_len=min(limit, num_blocks * config.block_size),
             eos_token_ids=spec.eos_token_ids,
         )
+        limits = config.limits(num_blocks=num_blocks, max_seq_len=limit, vocab_size=spec.vocab_size)
         engine = cls(
             runner,
             Scheduler(limits, config.policy),
@@ -147,8 +148,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any sample is still to be worked on or to be delivered by ``step``."""
-        return self.scheduler.has_unfinished or bool(self._undelivered)
+        """Whether ``step`` has anything left to do or to deliver, surplus steps in flight included."""
+        return self.scheduler.has_unfinished or self.scheduler.num_in_flight > 0 or bool(self._undelivered)
 
     @property
     def num_running(self) -> int:
@@ -287,8 +288,13 @@ class Engine:
         """Generate for one prompt and yield updates as they come; closing the iterator aborts the request.
 
         Other requests make progress meanwhile; their updates wait for the next ``step``.
+
+        Raises:
+            ValueError: the request is refused, at the call.
         """
-        request_id = self.add_request(prompt, params, stream_text=self.tokenizer is not None)
+        return self._stream(self.add_request(prompt, params, stream_text=self.tokenizer is not None))
+
+    def _stream(self, request_id: str) -> Iterator[SampleUpdate]:
         try:
             while self.scheduler.is_live(request_id) or request_id in self._undelivered:
                 yield from self._updates_of((request_id,))
@@ -461,6 +467,18 @@ class Engine:
             self._num_made_ids += 1
             if not self.scheduler.is_live(request_id):
                 return request_id
+
+
+@contextmanager
+def _out_of_memory_as_mistake() -> Iterator[None]:
+    """Tell a model and cache that are too large for the memory as a ``ValueError`` that says what to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        # torch has a class of its own for a full GPU, and none for a full host.
+        if "allocate memory" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise ValueError("num_blocks must be smaller: the model and its cache do not fit into memory") from error
 
 
 def _ids_without_tokenizer(prompt: Prompts) -> list[int]:

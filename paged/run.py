@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from paged.config import RESUMABLE_KEYS, ArithmeticWorkload, PromptsWorkload, RunConfig, run_config
+from paged.config import RESUMABLE_KEYS, ArithmeticWorkload, PromptsWorkload, RandomWorkload, RunConfig, run_config
+from paged.core.model_spec import ModelSpec
+from paged.model.locate import checkpoint_folder
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
 from paged.results import (
     SETTLED,
@@ -36,6 +38,7 @@ from paged.results import (
 )
 from paged.workload import arithmetic
 from paged.workload.prompts import PromptLine, RefusedLine, read_prompts, write_prompts
+from paged.workload.synthetic import random_lines
 
 if TYPE_CHECKING:
     from paged.engine import Engine
@@ -60,8 +63,9 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         cfg, base = _saved_config(cfg, folder, overrides)
     config = run_config(cfg)
     try:
-        lines = _read_inputs(config, folder, resumed)
-        return _Run(config, folder, lines, resumed).execute(_local_model(config.model, base))
+        model = _local_model(config.model, base)
+        lines = _read_inputs(config, model, folder, resumed)
+        return _Run(config, folder, lines, resumed).execute(model)
     except KeyboardInterrupt:
         # Before the first step or, pressed twice, in the middle of one: what is in results.jsonl stays.
         write_summary(folder / "summary.json", {"interrupted": True})
@@ -94,7 +98,19 @@ def _local_model(model: str, base: Path) -> str:
     return str(folder) if model != "tiny" and folder.is_dir() else model
 
 
-def _read_inputs(config: RunConfig, folder: Path, resumed: bool) -> list[PromptLine | RefusedLine]:
+def _made_lines(workload: ArithmeticWorkload | RandomWorkload, model: str) -> Iterable[dict[str, Any]]:
+    """The lines of a workload that is made, not read; random ids are drawn from the model's vocabulary."""
+    if isinstance(workload, ArithmeticWorkload):
+        prompts = arithmetic.builtin_prompts(workload.num_prompts, workload.seed)
+        return ({"id": f"arithmetic-{index}", "prompt": prompt} for index, prompt in enumerate(prompts))
+    try:
+        vocab_size = ModelSpec.from_folder(checkpoint_folder(model)).vocab_size
+    except ValueError as error:
+        raise UserError(error) from error
+    return random_lines(workload.num_prompts, workload.input_len, workload.output_len, vocab_size, workload.seed)
+
+
+def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> list[PromptLine | RefusedLine]:
     """The workload's lines, read from the copy in `folder`, which is made unless the run is resumed."""
     copy = folder / "inputs" / "prompts.jsonl"
     workload = config.workload
@@ -111,8 +127,7 @@ def _read_inputs(config: RunConfig, folder: Path, resumed: bool) -> list[PromptL
                 reason = f"{str(workload.path)!r} cannot be read ({error.strerror})"
                 raise UserError(f"workload.path must be a file of prompts: {reason}") from error
         else:
-            prompts = arithmetic.builtin_prompts(workload.num_prompts, workload.seed)
-            write_prompts(copy, ((f"arithmetic-{index}", prompt) for index, prompt in enumerate(prompts)))
+            write_prompts(copy, _made_lines(workload, model))
     source = workload.path if isinstance(workload, PromptsWorkload) and not resumed else copy
     try:
         return read_prompts(copy, config.sampling, source=source)
@@ -203,11 +218,6 @@ class _Run:
             return Engine.from_pretrained(model, config=EngineConfig(**self.config.engine), step_log=step_log)
         except (ValueError, OSError) as error:
             raise UserError(error) from error
-        except RuntimeError as error:
-            # torch has a class of its own for a full GPU, and none for a full host.
-            if "allocate memory" not in str(error) and "out of memory" not in str(error):
-                raise
-            raise UserError("num_blocks must be smaller: the model and its cache do not fit into memory") from error
 
     def _take_over_results(self, engine: Engine) -> None:
         """Keep what is settled, unless this engine would continue it with other bits."""

@@ -29,7 +29,7 @@ def composed(*overrides: str, root: str = "run") -> RunConfig:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_root_composes_with_every_option(root: str, option: str) -> None:
-    assert composed(option, *GIVEN.get(option, []), root=root).sampling.max_tokens == 512
+    assert composed(option, *GIVEN.get(option, []), root=root).sampling.max_tokens is None
 
 
 def test_there_is_something_to_compose() -> None:
@@ -50,7 +50,7 @@ def test_the_defaults_are_the_librarys() -> None:
     config = composed()
     assert EngineConfig(**config.engine) == EngineConfig()
     assert config.model == "tiny"
-    assert config.sampling == SamplingParams(n=4, max_tokens=512)
+    assert config.sampling == SamplingParams(n=4, max_tokens=None)
 
 
 def test_choices_arrive_as_typed_objects() -> None:

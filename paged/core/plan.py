@@ -100,4 +100,7 @@ class Executor(Protocol):
         """The result of the oldest plan submitted and not collected yet; waits for it."""
 
     def abandon(self) -> None:
-        """Forget every plan that was submitted and not collected, after a failure."""
+        """Forget every plan not collected yet, and every slot, after a failure.
+
+        What those plans released may not be told again, and the next plan may release slots that are empty by now.
+        """

@@ -563,12 +563,17 @@ class Scheduler:
         config = self.config
         # The last token sampled is never fed back, so a sequence of N tokens holds N - 1.
         held = len(tokens) + max(request.max_tokens, 1) - 1
-        wish = f"a prompt of {len(tokens)} tokens with max_tokens {request.max_tokens}"
+        wish = f"a prompt of {len(tokens)} tokens"
+        if request.max_tokens > 0:
+            wish += f" with max_tokens {request.max_tokens}"
         if config.max_seq_len is not None and held > config.max_seq_len:
             raise ValueError(f"{wish} exceeds max_seq_len, {config.max_seq_len} tokens")
         if held > config.num_blocks * config.block_size:
-            pool = f"num_blocks {config.num_blocks} x block_size {config.block_size} tokens"
+            size = config.num_blocks * config.block_size
+            pool = f"{size} tokens (num_blocks {config.num_blocks} x block_size {config.block_size})"
             raise ValueError(f"{wish} can never fit the cache, {pool}")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
 
     def _describe(self) -> str:
         return (

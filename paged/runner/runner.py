@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from paged.core.plan import SAMPLE, SCORE, Started, StepPlan, StepResult
-from paged.core.request import Request
+from paged.core.request import Request, SamplingParams
 from paged.kernels.attention import BatchLayout
 from paged.kernels.numerics import compute_dtype
 from paged.kernels.sampling import (
@@ -29,6 +29,8 @@ from paged.runner.text import TextStream, Tokenizer
 
 # Rows of full-vocabulary logits that scoring a prompt holds at a time.
 SCORE_ROWS = 64
+
+UNTRUNCATED = SamplingParams(temperature=0)
 
 # Token ids, most likely first, and their log-probabilities.
 TopLogprobs = tuple[list[int], list[float]]
@@ -147,8 +149,9 @@ class TorchRunner:
         return self._results.popleft()
 
     def abandon(self) -> None:
-        """Forget results that were not collected. Slots are given anew by later plans."""
+        """Forget results that were not collected, and all slots: later plans start sequences anew."""
         self._results.clear()
+        self._slots = [None] * len(self._slots)
 
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -224,7 +227,8 @@ class TorchRunner:
     def _sample(self, plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> SampledRows:
         """Draw the next token of the plan rows ``rows``, whose raw logits are given in the same order."""
         states = [self._state(plan.slots[row]) for row in rows]
-        params = [state.request.params for state in states]
+        # Truncation keeps the likeliest token, so a greedy row has no use for it.
+        params = [UNTRUNCATED if state.request.params.is_greedy else state.request.params for state in states]
         device = self.device
 
         def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-REPLACEMENT = "\ufffd"
+# What a prompt given as a mapping can be.
+PROMPT_FORMS = ("prompt", "prompt_token_ids", "messages")
 
 
 class Tokenizer:
@@ -85,9 +86,16 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return self.encode(prompt)
-        if isinstance(prompt, Mapping) and "messages" in prompt:
-            # The template has written the special tokens.
-            return self.encode(self.apply_chat_template(prompt["messages"]), add_special_tokens=False)
+        if isinstance(prompt, Mapping):
+            if len(prompt.keys() & PROMPT_FORMS) != 1:
+                raise ValueError(f"the prompt must hold exactly one of {', '.join(PROMPT_FORMS)}")
+            if "messages" in prompt:
+                # The template has written the special tokens.
+                return self.encode(self.apply_chat_template(prompt["messages"]), add_special_tokens=False)
+            if "prompt" in prompt:
+                if not isinstance(prompt["prompt"], str):
+                    raise ValueError(f"prompt must be text, not {type(prompt['prompt']).__name__}")
+                return self.encode(prompt["prompt"])
         return token_ids_of(prompt)
 
     def stream(self, stop: Sequence[str] = ()) -> TextStream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -77,10 +77,9 @@ def read_prompts(path: Path, defaults: SamplingParams, *, source: Path | None = 
     return lines
 
 
-def write_prompts(path: Path, prompts: Iterable[tuple[str, str]]) -> None:
-    """Write (id, text) pairs as a prompts file."""
-    lines = (json.dumps({"id": line_id, "prompt": text}) + "\n" for line_id, text in prompts)
-    path.write_text("".join(lines), encoding="utf-8")
+def write_prompts(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write lines, given as what their JSON objects hold, as a prompts file."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

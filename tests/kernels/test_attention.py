@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from oracles import dense_attention
 
+from oracles import dense_attention
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracles import ContiguousDecoder, random_qwen3_folder, raw_greedy, raw_logits, read_folder
 
+from oracles import ContiguousDecoder, random_qwen3_folder, raw_greedy, raw_logits, read_folder
 from paged.core.model_spec import ModelSpec
 from paged.kernels.attention import BatchLayout
 from paged.kernels.kv_cache import FP8, LayerCache

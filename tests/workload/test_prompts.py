@@ -109,5 +109,6 @@ def test_a_missing_file_gets_a_sentence(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    write_prompts(path, [("a", "1+1\n"), ("b", "é\u2028")])
-    assert [(line.id, line.prompt) for line in read_prompts(path, DEFAULTS)] == [("a", "1+1\n"), ("b", "é\u2028")]
+    write_prompts(path, [{"id": "a", "prompt": "1+1\n"}, {"id": "b", "prompt": "é\u2028"}])
+    lines = read_prompts(path, DEFAULTS)
+    assert [(line.id, line.prompt) for line in lines] == [("a", "1+1\n"), ("b", "é\u2028")]
