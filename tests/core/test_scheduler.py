@@ -158,7 +158,7 @@ def test_a_pool_of_exactly_the_needed_blocks_serves_a_request(num_prompt: int, m
     if needed > 1:
         scheduler, _ = setup(needed - 1, 4)
         before = snapshot(scheduler)
-        with pytest.raises(ValueError, match=f"can never fit the cache, num_blocks {needed - 1} x block_size 4"):
+        with pytest.raises(ValueError, match=f"can never fit the cache, {4 * (needed - 1)} tokens"):
             scheduler.add([request])
         assert snapshot(scheduler) == before
 
