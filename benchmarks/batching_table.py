@@ -1,4 +1,4 @@
-"""The CPU table of docs/benchmarks.md: generated tokens/s against the number of sequences, from sweeps of one experiment.
+"""The CPU table of docs/benchmarks.md: generated tokens/s by number of sequences, from sweeps of one experiment.
 
     python -m paged run -m experiment=cpu_batching numerics=fast,invariant workload.num_prompts=1,2,4,8,16,32
     python benchmarks/batching_table.py SWEEP_FOLDER [SWEEP_FOLDER ...]
