@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ import torch
 
 from paged import Engine, EngineConfig, SamplingParams
 from paged.core.model_spec import ModelSpec
+from paged.core.plan import StepPlan
 from paged.core.scheduler import Scheduler
 from paged.kernels.numerics import Numerics
 from paged.model.decoder import Decoder
@@ -44,19 +45,17 @@ def logits_of(engine: Engine, request_id: str) -> Iterator[list[torch.Tensor]]:
     runner = engine.executor
     assert isinstance(runner, TorchRunner)
     seen: list[torch.Tensor] = []
-    plain = runner._sample
+    slots: dict[int, str] = {}
 
-    def recording(plan, rows, logits_RV):  # type: ignore[no-untyped-def]
-        for index, row in enumerate(rows):
-            if runner._state(plan.slots[row]).request.id == request_id:
-                seen.append(logits_RV[index].clone())
-        return plain(plan, rows, logits_RV)
+    def observe(plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> None:
+        slots.update((started.slot, started.request.id) for started in plan.started)
+        seen.extend(logits_RV[index].clone() for index, row in enumerate(rows) if slots[plan.slots[row]] == request_id)
 
-    runner._sample = recording  # type: ignore[method-assign]
+    runner.observe_logits = observe
     try:
         yield seen
     finally:
-        del runner._sample
+        runner.observe_logits = None
 
 
 def generate(

@@ -238,7 +238,8 @@ def _decode_invariant(
         key_IPD = read_keys(cache, tiles.key_rows, dtype).view(num_items, size, head_dim)
         value_IPD = read_values(cache, tiles.key_rows, dtype).view(num_items, size, head_dim)
         q_IGD = wide_NKGD.index_select(0, tiles.items).view(num_items, num_shared, head_dim)
-        score_IKGP = torch.bmm(q_IGD, key_IPD.transpose(1, 2)).view(-1, num_kv_heads, num_shared, size)
+        score_IGP = _bmm_in_tiles(q_IGD, key_IPD.transpose(1, 2), numerics.bmm_items)
+        score_IKGP = score_IGP.view(-1, num_kv_heads, num_shared, size)
         if tiles.hidden is not None:
             score_IKGP.masked_fill_(tiles.hidden, -torch.inf)
         # The running maximum at each tile, known before any exponential, lets all tiles share the calls that follow.
@@ -247,7 +248,7 @@ def _decode_invariant(
             tops[j] = torch.maximum(tops[j - 1][: tiles.counts[j]], tops[j])
         weight_IKGP = torch.exp(score_IKGP - torch.cat(tops))
         sums = weight_IKGP.sum(-1, keepdim=True).split(tiles.counts)
-        product = torch.bmm(weight_IKGP.view(num_items, num_shared, size), value_IPD)
+        product = _bmm_in_tiles(weight_IKGP.view(num_items, num_shared, size), value_IPD, numerics.bmm_items)
         products = product.view(-1, num_kv_heads, num_shared, head_dim).split(tiles.counts)
         split = _Softmax(tops[0], sums[0], products[0])
         for j in range(1, len(tops)):
@@ -264,7 +265,7 @@ def _chunk_invariant(
     q_NKGD: torch.Tensor, cache: LayerCache, layout: BatchLayout, b: int, scale: float, numerics: Numerics
 ) -> torch.Tensor:
     dtype, size = compute_dtype(q_NKGD.dtype), numerics.kv_tile
-    num_rows, num_kv_heads, num_shared, head_dim = q_NKGD.shape
+    num_rows = q_NKGD.shape[0]
     start, end = layout.starts[b], layout.starts[b] + num_rows
     key_SKPD, value_SKPD = _read_tiles(cache, layout, b, end, size, dtype)
     q_NKGD = q_NKGD.to(dtype) * scale
@@ -279,10 +280,11 @@ def _chunk_invariant(
             # Rows before this one do not reach the tile.
             first = max(0, tile_start - start)
             num_active = num_rows - first
-            score_KNGP = q_KNGD.new_empty(num_kv_heads, num_active, num_shared, size)
-            for k in range(num_kv_heads):
-                key_NDP = key_SKPD[tile, k].t().expand(num_active, head_dim, size)
-                torch.bmm(q_KNGD[k, first:], key_NDP, out=score_KNGP[k])
+            scores = [
+                _bmm_in_tiles(q_NGD, key_PD.t().expand(num_active, -1, -1), numerics.bmm_items)
+                for q_NGD, key_PD in zip(q_KNGD[:, first:], key_SKPD[tile], strict=True)
+            ]
+            score_KNGP = torch.stack(scores)
             if tile_start + size > start + first + 1:
                 key_position_P = torch.arange(tile_start, tile_start + size, device=q_KNGD.device)
                 score_KNGP.masked_fill_((key_position_P > position_N1[first:])[:, None], -torch.inf)
@@ -291,10 +293,11 @@ def _chunk_invariant(
                 rows = slice(first - split_row, None)
                 top = torch.maximum(split.top[:, rows], top)
             weight_KNGP = torch.exp(score_KNGP - top)
-            product_KNGD = torch.empty_like(q_KNGD[:, first:])
-            for k in range(num_kv_heads):
-                value_NPD = value_SKPD[tile, k].expand(num_active, size, head_dim)
-                torch.bmm(weight_KNGP[k], value_NPD, out=product_KNGD[k])
+            products = [
+                _bmm_in_tiles(weight_NGP, value_PD.expand(num_active, -1, -1), numerics.bmm_items)
+                for weight_NGP, value_PD in zip(weight_KNGP, value_SKPD[tile], strict=True)
+            ]
+            product_KNGD = torch.stack(products)
             total = weight_KNGP.sum(-1, keepdim=True)
             if split is None:
                 split = _Softmax(top, total, product_KNGD)
@@ -337,6 +340,29 @@ class _Softmax:
 
     def result(self) -> torch.Tensor:
         return self.product / self.total
+
+
+def _bmm_in_tiles(left_IGP: torch.Tensor, right_IPN: torch.Tensor, tile_items: int) -> torch.Tensor:
+    """``torch.bmm`` in calls of exactly ``tile_items`` items: the library never sees how many there really are.
+
+    It shares fewer items than threads out in another way than many (fp64, 4 threads and more), with other bits.
+    """
+    num_items = left_IGP.shape[0]
+    out_IGN = left_IGP.new_empty(-(-num_items // tile_items) * tile_items, left_IGP.shape[1], right_IPN.shape[2])
+    for first in range(0, num_items, tile_items):
+        left, right = left_IGP[first : first + tile_items], right_IPN[first : first + tile_items]
+        missing = tile_items - left.shape[0]
+        if missing:
+            left = torch.cat((left, left[:1].expand(missing, -1, -1)))
+            filler = right[:1].expand(missing, -1, -1)
+            if right_IPN.stride(0) == 0:
+                right = right[:1].expand(tile_items, -1, -1)
+            elif right.stride(1) == 1:  # keys, seen transposed: their memory must keep its order
+                right = torch.cat((right.mT, filler.mT)).mT
+            else:
+                right = torch.cat((right, filler))
+        torch.bmm(left, right, out=out_IGN[first : first + tile_items])
+    return out_IGN[:num_items]
 
 
 def _read_tiles(

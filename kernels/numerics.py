@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.nn.functional as F
 
 MODES = ("invariant", "fast")
 
@@ -19,6 +20,7 @@ class Numerics:
         mode: ``invariant``: the bits of a row depend on that row alone; ``fast``: whatever layout is quickest,
             equal to rounding. The constants below bind ``invariant``.
         gemm_rows: rows of a tile of a matrix product on the CPU; the last tile is padded to it.
+        bmm_items: items of one batched product of attention on the CPU; the last batch is padded to it.
         kv_tile: keys that attention takes at a time, aligned to position 0.
         kv_split: keys that share an online softmax, aligned to position 0; the splits are folded left to right.
         k_segments: parts of the inner dimension of row-parallel products, folded as a balanced tree; a power
@@ -28,6 +30,7 @@ class Numerics:
 
     mode: str = "invariant"
     gemm_rows: int = 16
+    bmm_items: int = 32
     kv_tile: int = 64
     kv_split: int = 256
     k_segments: int = 1
@@ -36,7 +39,7 @@ class Numerics:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"numerics.mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        for name in ("gemm_rows", "kv_tile", "kv_split", "k_segments", "head_rows"):
+        for name in ("gemm_rows", "bmm_items", "kv_tile", "kv_split", "k_segments", "head_rows"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"numerics.{name} must be a whole number, at least 1, not {value!r}")
@@ -53,17 +56,39 @@ class Numerics:
     def numerics_id(self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str) -> str:
         """12 hexadecimal digits over the constants, the dtypes, the kind of device and the version of torch.
 
-        On the CPU the instruction set and the number of threads count too: libraries choose by them.
+        On the CPU what the libraries make of a few fixed products counts too: they choose their kernels by instruction
+        set, number of threads and environment, which no version tells.
         """
         device = torch.device(device)
         facts: dict[str, object] = {"constants": asdict(self), "dtype": str(dtype), "kv_dtype": str(kv_dtype)}
         facts["torch"] = torch.__version__
         if device.type == "cpu":
             facts["device"] = ["cpu", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+            facts["bits"] = self._cpu_bits(dtype)
         else:
             facts["device"] = [device.type, list(torch.cuda.get_device_capability(device))]
         text = json.dumps(facts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def _cpu_bits(self, dtype: torch.dtype) -> str:
+        """Digest of what the operations that attention and ``linear`` use give on this machine for fixed numbers."""
+        digest = hashlib.blake2b(digest_size=8)
+        for kind in dict.fromkeys((dtype, compute_dtype(dtype))):
+            x_TK, weight_NK = _fixed_numbers(self.gemm_rows, 512, kind), _fixed_numbers(768, 512, kind)
+            results = [F.linear(x_TK, weight_NK), torch.exp(x_TK)]
+            if kind == compute_dtype(dtype):
+                left = _fixed_numbers(self.bmm_items * 2, 64, kind).view(self.bmm_items, 2, 64)
+                right = _fixed_numbers(self.bmm_items * self.kv_tile, 64, kind).view(self.bmm_items, self.kv_tile, 64)
+                results.append(torch.bmm(left, right.mT))
+            for result in results:
+                digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _fixed_numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in [-1, 1) that look random and are the same everywhere."""
+    mixed = torch.arange(1, rows * columns + 1) * 2654435761 % 2**31
+    return (mixed.to(torch.float64) / 2**30 - 1).to(dtype).view(rows, columns)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paged.outcome import INTERRUPTED, MISTAKE, OK, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -67,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Nobody reads standard output any more; Python would complain once more when it closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERNAL
 
 
 def _usage() -> str:
@@ -126,7 +130,8 @@ def _run_hydra(word: str, args: list[str]) -> int:
             codes.append(job(cfg, Path(chosen.runtime.output_dir), overrides))
         except UserError as error:
             # Raised here, it would end a sweep whose other points are fine.
-            codes.append(_complain(error))
+            job_name = f"job {chosen.job.num}: " if chosen.mode == RunMode.MULTIRUN else ""
+            codes.append(_complain(f"{job_name}{error}"))
         if codes[-1] == INTERRUPTED:
             raise _JobInterruptedError
         in_job = False
@@ -144,6 +149,8 @@ def _run_hydra(word: str, args: list[str]) -> int:
             raise
         # Composing the config: Hydra raises bare ValueErrors, too.
         raise UserError(hydra_sentence(error)) from error
+    except BrokenPipeError:
+        raise
     except OSError as error:
         if in_job:
             raise

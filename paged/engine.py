@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 from tqdm.auto import tqdm
 
 from paged.core.model_spec import ModelSpec
-from paged.core.plan import Executor, StepResult
+from paged.core.plan import Executor, StepPlan, StepResult
 from paged.core.request import Prompt, Request, SamplingParams, sample_seed
 from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
 from paged.engine_config import DTYPES, KV_DTYPES, EngineConfig, position_limit, resolve_device, sized_num_blocks
+from paged.interrupts import DeferredInterrupt
 from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import load_decoder
 from paged.model.decoder import Decoder
@@ -82,9 +84,11 @@ class Engine:
         self._num_made_ids = 0
         self._held: StepResult | None = None
         self._undelivered: dict[str, list[SampleUpdate]] = {}
+        self._streamed: set[str] = set()
         self.startup_s = 0.0
         if step_log is not None:
-            step_log.config(asdict(scheduler.config), repr(scheduler.policy))
+            policy = scheduler.policy
+            step_log.config(asdict(scheduler.config), {"name": type(policy).__name__.lower(), **asdict(policy)})
 
     @classmethod
     def from_pretrained(
@@ -124,14 +128,14 @@ class Engine:
                 decoder = load_decoder(folder, **placed)
             num_blocks = config.num_blocks or sized_num_blocks(config, spec, dtype, kv_dtype, device, limit)
             cache = KVCache(spec, num_blocks, config.block_size, dtype=kv_dtype, device=device)
-        runner = TorchRunner(
-            decoder,
-            cache,
-            tokenizer,
-            max_num_seqs=config.max_num_seqs,
-            max_seq_len=min(limit, num_blocks * config.block_size),
-            eos_token_ids=spec.eos_token_ids,
-        )
+            runner = TorchRunner(
+                decoder,
+                cache,
+                tokenizer,
+                max_num_seqs=config.max_num_seqs,
+                max_seq_len=min(limit, num_blocks * config.block_size),
+                eos_token_ids=spec.eos_token_ids,
+            )
         limits = config.limits(num_blocks=num_blocks, max_seq_len=limit, vocab_size=spec.vocab_size)
         engine = cls(
             runner,
@@ -149,7 +153,8 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to deliver, surplus steps in flight included."""
-        return self.scheduler.has_unfinished or self.scheduler.num_in_flight > 0 or bool(self._undelivered)
+        waiting = any(request_id not in self._streamed for request_id in self._undelivered)
+        return self.scheduler.has_unfinished or self.scheduler.num_in_flight > 0 or waiting
 
     @property
     def num_running(self) -> int:
@@ -186,14 +191,18 @@ class Engine:
             ValueError: the request is refused; the engine and its other requests are as before.
         """
         params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
         token_ids = self.tokenizer.prompt_ids(prompt) if self.tokenizer is not None else _ids_without_tokenizer(prompt)
         if self.tokenizer is None and (params.stop or stream_text):
             raise ValueError("stop needs text, and this checkpoint has no tokenizer")
         self._check_ids(params)
+        number = None
         if request_id is None:
-            request_id = self._make_id()
-        elif self.scheduler.is_live(request_id):
-            raise ValueError(f"id {request_id!r} is in use by a request that has not finished")
+            number = next(n for n in itertools.count(self._num_made_ids) if not self._is_taken(f"request-{n}"))
+            request_id = f"request-{number}"
+        if self._is_taken(request_id):
+            raise ValueError(f"id {request_id!r} is in use by a request that has not finished, or not been delivered")
         shared = Prompt(token_ids)
         max_tokens = self.scheduler.max_tokens_for(len(shared), params.max_tokens)
         wanted = range(params.n) if samples is None else list(samples)
@@ -203,17 +212,31 @@ class Engine:
             Request(request_id, j, shared, params, sample_seed(request_id, params.seed, j, self._seed), max_tokens)
             for j in wanted
         ]
-        self.scheduler.add(requests)
-        for request in requests:
-            stream = self.tokenizer.stream(params.stop) if stream_text and self.tokenizer is not None else None
-            self._samples[request.key] = _Sample(request, stream)
-        if self._log is not None:
-            self._log.add(requests)
+        with DeferredInterrupt():
+            self.scheduler.add(requests)
+            for request in requests:
+                stream = self.tokenizer.stream(params.stop) if stream_text and self.tokenizer is not None else None
+                self._samples[request.key] = _Sample(request, stream)
+            # Only now: a refusal must not change the ids, and so the random streams, of those after it.
+            self._num_made_ids = self._num_made_ids if number is None else number + 1
+            if self._log is not None:
+                self._log.add(requests)
         return request_id
 
     def abort(self, request_id: str) -> list[CompletionOutput]:
-        """End a request now; what its live samples have so far is returned. An unknown id gives an empty list."""
-        return self._end(request_id, None, FinishReason.ABORT)
+        """End a request now; what its live samples have so far is returned. An unknown id gives an empty list.
+
+        Updates of these samples that ``step`` has not delivered yet are dropped: the outputs returned hold them.
+        """
+        outputs = self._end(request_id, None, FinishReason.ABORT)
+        ended = {output.sample for output in outputs}
+        rest = [update for update in self._undelivered.pop(request_id, []) if update.sample not in ended]
+        if rest:
+            self._undelivered[request_id] = rest
+        return outputs
+
+    def _is_taken(self, request_id: str) -> bool:
+        return self.scheduler.is_live(request_id) or request_id in self._undelivered
 
     # The loop
 
@@ -227,16 +250,24 @@ class Engine:
             NonFiniteLogitsError: a ``FloatingPointError`` naming requests whose logits held a NaN. Nothing has
                 advanced; the next ``step`` goes on once they are aborted.
         """
-        return self._take_undelivered() or self._fresh_step()
+        updates = self._take_undelivered()
+        if not updates:
+            self._advance()
+            updates = self._take_undelivered()
+        return updates
 
     def run_step(self) -> list[SampleUpdate]:
         """``step`` that ends requests with NaN logits as ``error`` and goes on with the others."""
-        return self._take_undelivered() or self._run_fresh_step()
+        updates = self._take_undelivered()
+        if not updates:
+            self._advance_past_errors()
+            updates = self._take_undelivered()
+        return updates
 
     def generate(
         self,
         prompts: Prompts | Sequence[Prompts],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -244,7 +275,7 @@ class Engine:
 
         Args:
             prompts: one prompt or a list of them (a list of ids is one prompt).
-            params: for all, or one for each.
+            sampling_params: for all, or one for each.
             use_tqdm: show a progress bar on standard error.
 
         Returns:
@@ -254,7 +285,7 @@ class Engine:
             ValueError: a prompt or its parameters are refused (the message says which); none is generated then.
         """
         batch = _prompt_list(prompts)
-        all_params = _params_list(params, len(batch))
+        all_params = _params_list(sampling_params, len(batch))
         ids: list[str] = []
         finished: dict[str, dict[int, CompletionOutput]] = {}
         num_samples = 0
@@ -284,7 +315,7 @@ class Engine:
         outputs = [[finished[i][j] for j in sorted(finished[i])] for i in ids]
         return [RequestOutput(i, out[0].prompt_token_ids, out) for i, out in zip(ids, outputs, strict=True)]
 
-    def stream(self, prompt: Prompts, params: SamplingParams | None = None) -> Iterator[SampleUpdate]:
+    def stream(self, prompt: Prompts, sampling_params: SamplingParams | None = None) -> Iterator[SampleUpdate]:
         """Generate for one prompt and yield updates as they come; closing the iterator aborts the request.
 
         Other requests make progress meanwhile; their updates wait for the next ``step``.
@@ -292,15 +323,18 @@ class Engine:
         Raises:
             ValueError: the request is refused, at the call.
         """
-        return self._stream(self.add_request(prompt, params, stream_text=self.tokenizer is not None))
+        request_id = self.add_request(prompt, sampling_params, stream_text=self.tokenizer is not None)
+        self._streamed.add(request_id)
+        return self._stream(request_id)
 
     def _stream(self, request_id: str) -> Iterator[SampleUpdate]:
         try:
-            while self.scheduler.is_live(request_id) or request_id in self._undelivered:
+            while self._is_taken(request_id):
                 yield from self._updates_of((request_id,))
         finally:
             self.abort(request_id)
             self._undelivered.pop(request_id, None)
+            self._streamed.discard(request_id)
 
     def metrics(self) -> dict[str, int | float]:
         """Counts and sizes for a summary: tokens, steps, preemptions, the pool, peak device memory, start-up time."""
@@ -323,65 +357,68 @@ class Engine:
 
     # Inside
 
-    def _advance(self) -> StepResult | None:
-        """Fill the pipeline, then wait for its oldest step; None if there is nothing to do."""
+    def _advance(self) -> None:
+        """Fill the pipeline, wait for its oldest step and take its result in; nothing happens if there is none.
+
+        New updates are in ``_undelivered`` afterwards. Books change under a ``DeferredInterrupt``, so that a Ctrl-C
+        falls between steps or into the executor's work, which is then abandoned.
+        """
         scheduler = self.scheduler
         try:
-            while scheduler.num_in_flight < scheduler.config.depth and (plan := scheduler.plan()) is not None:
-                if self._log is not None:
-                    self._log.plan(plan)
-                self.executor.submit(plan)
-            return self.executor.collect() if scheduler.num_in_flight else None
+            if self._held is None:
+                while scheduler.num_in_flight < scheduler.config.depth and (plan := self._plan()) is not None:
+                    self.executor.submit(plan)
+                self._held = self.executor.collect() if scheduler.num_in_flight else None
+            if self._held is not None:
+                with DeferredInterrupt():
+                    self._commit(self._held)
+        except NonFiniteLogitsError:
+            raise
         except BaseException:
             # Whatever was in flight is lost; sequences keep their committed tokens and start again.
+            self._held = None
             self.executor.abandon()
             scheduler.abandon()
             if self._log is not None:
                 self._log.abandon()
             raise
 
-    def _updates_of(self, request_ids: Container[str]) -> list[SampleUpdate]:
-        """Updates of some requests: those that wait to be delivered, or else what one more step brings.
+    def _plan(self) -> StepPlan | None:
+        with DeferredInterrupt():
+            plan = self.scheduler.plan()
+            if self._log is not None:
+                self._log.plan(plan)
+        return plan
 
-        Those of all other requests wait for whoever asks next, and are in place before anything is handed out.
-        """
-        waiting = [request_id for request_id in self._undelivered if request_id in request_ids]
-        if waiting:
-            return [update for request_id in waiting for update in self._undelivered.pop(request_id)]
-        updates = self._run_fresh_step()
-        for update in updates:
-            if update.request_id not in request_ids:
-                self._undelivered.setdefault(update.request_id, []).append(update)
-        return [update for update in updates if update.request_id in request_ids]
-
-    def _take_undelivered(self) -> list[SampleUpdate]:
-        """Updates that ``generate`` and ``stream`` met and were not theirs, in order within each request."""
-        waiting, self._undelivered = self._undelivered, {}
-        return [update for updates in waiting.values() for update in updates]
-
-    def _fresh_step(self) -> list[SampleUpdate]:
-        """``step``, when nothing waits to be delivered."""
-        if self._held is None:
-            self._held = self._advance()
-        if self._held is None:
-            return []
-        result = self._held
+    def _commit(self, result: StepResult) -> None:
         commit = self.scheduler.commit(result)
         self._held = None
         if self._log is not None:
             self._log.commit(result)
-        return self._take_in(result.payload, commit.accepted, commit.finished)
+        for update in self._take_in(result.payload, commit.accepted, commit.finished):
+            self._undelivered.setdefault(update.request_id, []).append(update)
 
-    def _run_fresh_step(self) -> list[SampleUpdate]:
-        """``run_step``, when nothing waits to be delivered."""
+    def _advance_past_errors(self) -> None:
+        """``_advance`` that ends requests whose logits hold a NaN; the next call goes on with the others."""
         try:
-            return self._fresh_step()
+            self._advance()
         except NonFiniteLogitsError as error:
-            updates = []
             for request in error.requests:
-                ended = self._end(request.id, request.sample, FinishReason.ERROR)
-                updates += [SampleUpdate(o.request_id, o.sample, [], [], output=o) for o in ended]
-            return updates
+                for output in self._end(request.id, request.sample, FinishReason.ERROR):
+                    update = SampleUpdate(output.request_id, output.sample, [], [], output=output)
+                    self._undelivered.setdefault(output.request_id, []).append(update)
+
+    def _updates_of(self, request_ids: Collection[str]) -> list[SampleUpdate]:
+        """Updates of some requests: those that wait to be delivered, or else what one more step brings."""
+        if self._undelivered.keys().isdisjoint(request_ids):
+            self._advance_past_errors()
+        waiting = [request_id for request_id in self._undelivered if request_id in request_ids]
+        return [update for request_id in waiting for update in self._undelivered.pop(request_id)]
+
+    def _take_undelivered(self) -> list[SampleUpdate]:
+        """Updates that nobody has been given yet, in order within each request, but for those a stream will ask for."""
+        ids = [request_id for request_id in self._undelivered if request_id not in self._streamed]
+        return [update for request_id in ids for update in self._undelivered.pop(request_id)]
 
     def _take_in(
         self, payload: StepPayload, accepted: Sequence[Request | None], finished: Sequence[Finished]
@@ -417,10 +454,11 @@ class Engine:
 
     def _end(self, request_id: str, index: int | None, reason: FinishReason) -> list[CompletionOutput]:
         """End samples from outside; the plan in flight drops their rows."""
-        ended = self.scheduler.abort(request_id, index, reason)
-        if ended and self._log is not None:
-            self._log.abort(request_id, index, reason.value)
-        return [self._output(end) for end in ended]
+        with DeferredInterrupt():
+            ended = self.scheduler.abort(request_id, index, reason)
+            if ended and self._log is not None:
+                self._log.abort(request_id, index, reason.value)
+            return [self._output(end) for end in ended]
 
     def _output(self, end: Finished) -> CompletionOutput:
         """The finished sample's record; forgets the sample."""
@@ -453,20 +491,14 @@ class Engine:
         vocab_size = self.scheduler.config.vocab_size
         if vocab_size is None:
             return
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        biased = [token_id for token_id, _ in params.logit_bias]
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", biased)):
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise ValueError(f"{name} holds {token_id}, outside the vocabulary, 0 to {vocab_size - 1}")
-        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if count is not None and count > vocab_size:
-                raise ValueError(f"{name} must be at most the vocabulary's size, {vocab_size}, not {count}")
-
-    def _make_id(self) -> str:
-        while True:
-            request_id = f"request-{self._num_made_ids}"
-            self._num_made_ids += 1
-            if not self.scheduler.is_live(request_id):
-                return request_id
+        for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if number is not None and number > vocab_size:
+                raise ValueError(f"{name} must be at most the vocabulary's size, {vocab_size}, not {number}")
 
 
 @contextmanager
@@ -474,11 +506,14 @@ def _out_of_memory_as_mistake() -> Iterator[None]:
     """Tell a model and cache that are too large for the memory as a ``ValueError`` that says what to lower."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         # torch has a class of its own for a full GPU, and none for a full host.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
+        full = isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+        if not full:
             raise
-        raise ValueError("num_blocks must be smaller: the model and its cache do not fit into memory") from error
+        raise ValueError(
+            "num_blocks, max_num_seqs or max_seq_len must be smaller: the model and its tables do not fit into memory"
+        ) from error
 
 
 def _ids_without_tokenizer(prompt: Prompts) -> list[int]:
@@ -488,14 +523,20 @@ def _ids_without_tokenizer(prompt: Prompts) -> list[int]:
 
 
 def _prompt_list(prompts: Prompts | Sequence[Prompts]) -> list[Prompts]:
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Mapping) or (
+        isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)
+    ):
         return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be one prompt or a list of prompts, not {type(prompts).__name__}")
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"params must be one for all prompts or one for each, not {len(params)} for {count}")
+    if not isinstance(params, Sequence) or len(params) != count:
+        raise ValueError(
+            f"sampling_params must be one for all prompts or one for each, not {params!r:.60} for {count} prompts"
+        )
     return list(params)

@@ -17,7 +17,8 @@ class CompletionOutput:
         token_ids: what was generated, the token that completed a stop included.
         text: readable text of it, cut before a stop text; empty without a tokenizer.
         logprobs: log-probability of each of ``token_ids``, untruncated, at the request's temperature.
-        behavior_logprobs: the same under the distribution that was sampled from (penalties, bias, truncation).
+        behavior_logprobs: the same under the distribution that was sampled from (penalties, bias, truncation); for a
+            greedy sample that of the processed logits at temperature 1.
         top_logprobs: most likely tokens at each position, ids and logprobs, if asked for.
         prompt_logprobs: for each prompt token but the first, its logprob and the alternatives, if asked for.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``.
@@ -41,6 +42,11 @@ class CompletionOutput:
     num_preemptions: int
     num_cached_tokens: int
     numerics_id: str
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of ``logprobs``."""
+        return sum(self.logprobs)
 
 
 @dataclass(slots=True)

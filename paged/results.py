@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from paged.engine import CompletionOutput
 
 FINISHED: Final = ("stop", "length")
-"""Finish reasons of samples that are complete."""
-SETTLED: Final = (*FINISHED, "refused")
-"""Finish reasons that resuming leaves alone; `abort` and `error` are sampled again."""
+"""Finish reasons of samples that are complete, which resuming leaves alone. Refusals are looked at again."""
 
 _NEEDED: Final = {"id", "sample", "finish_reason", "prompt_token_ids", "token_ids"}
 
@@ -97,7 +95,7 @@ def read_results(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
-                if not isinstance(row, dict) or not row.keys() >= _NEEDED:
+                if not isinstance(row, dict) or not row.keys() >= _NEEDED or not isinstance(row["id"], str):
                     raise ValueError("not a result")
             except ValueError as error:
                 if not file.read(1):
@@ -106,7 +104,7 @@ def read_results(path: Path) -> Iterator[Row]:
             yield row
 
 
-def keep_settled(path: Path) -> None:
+def keep_finished(path: Path) -> None:
     """Rewrite a results file without the rows that resuming samples again, and without a torn line.
 
     The old file stands until the new one is complete.
@@ -114,7 +112,7 @@ def keep_settled(path: Path) -> None:
     fresh = path.with_suffix(".tmp")
     with fresh.open("w", encoding="utf-8") as file:
         for row in read_results(path):
-            if row["finish_reason"] in SETTLED:
+            if row["finish_reason"] in FINISHED:
                 file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())

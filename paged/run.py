@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import logging
 import os
@@ -11,24 +12,27 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
+from yaml import YAMLError
 
 from paged.config import RESUMABLE_KEYS, ArithmeticWorkload, PromptsWorkload, RandomWorkload, RunConfig, run_config
 from paged.core.model_spec import ModelSpec
 from paged.model.locate import checkpoint_folder
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
 from paged.results import (
-    SETTLED,
+    FINISHED,
     ResultsFile,
     Tally,
     drop_torn_line,
-    keep_settled,
+    keep_finished,
     read_results,
     read_summary,
     refused_row,
@@ -64,8 +68,9 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     config = run_config(cfg)
     try:
         model = _local_model(config.model, base)
-        lines = _read_inputs(config, model, folder, resumed)
-        return _Run(config, folder, lines, resumed).execute(model)
+        with _owned(folder):
+            lines = _read_inputs(config, model, folder, resumed)
+            return _Run(config, folder, lines, resumed).execute(model)
     except KeyboardInterrupt:
         # Before the first step or, pressed twice, in the middle of one: what is in results.jsonl stays.
         write_summary(folder / "summary.json", {"interrupted": True})
@@ -73,12 +78,31 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         return INTERRUPTED
 
 
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Hold the folder against another process that would write the same results; a crash lets go of it."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"resume must be a folder that no other process works on: {folder}") from error
+        yield
+
+
 def _saved_config(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> tuple[DictConfig, Path]:
     """The config of the run in `folder` with the harmless ones of `overrides`, and where its paths begin."""
-    saved, process = OmegaConf.load(folder / ".hydra" / "config.yaml"), Path.cwd()
-    assert isinstance(saved, DictConfig)
-    if (folder / ".hydra" / "hydra.yaml").is_file():
-        process = Path(OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd)
+    process = Path.cwd()
+    try:
+        saved = OmegaConf.load(folder / ".hydra" / "config.yaml")
+        if not isinstance(saved, DictConfig):
+            raise ValueError("not a mapping")
+        if (folder / ".hydra" / "hydra.yaml").is_file():
+            process = Path(OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd)
+    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"resume must be a run's intact folder, and {folder / '.hydra'} is damaged: {reason}"
+        ) from error
     exact = OmegaConf.select(saved, "numerics.name") == "invariant"
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
@@ -147,7 +171,7 @@ class _Run:
         self.resumed = resumed
         self.tally = Tally()
         self.refusals: list[str] = []
-        self.settled: set[tuple[str, int | None]] = set()
+        self.finished: set[tuple[str, int]] = set()
         self.numerics_ids: set[str] = set()
         # Samples still to come, by request id.
         self.unfinished: dict[str, int] = {}
@@ -196,14 +220,12 @@ class _Run:
     def _read_earlier_results(self) -> None:
         try:
             for row in read_results(self.results_path):
-                if row["finish_reason"] in SETTLED:
-                    self.settled.add((row["id"], row["sample"]))
+                if row["finish_reason"] in FINISHED:
+                    self.finished.add((row["id"], row["sample"]))
                     self.tally.add(row)
-                    if row["finish_reason"] == "refused":
-                        self.refusals.append(row["reason"])
                     if "numerics_id" in row:
                         self.numerics_ids.add(row["numerics_id"])
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise UserError(f"resume must be a folder with intact results: {error}") from error
 
     def _build_engine(self, model: str) -> Engine:
@@ -220,7 +242,7 @@ class _Run:
             raise UserError(error) from error
 
     def _take_over_results(self, engine: Engine) -> None:
-        """Keep what is settled, unless this engine would continue it with other bits."""
+        """Keep what is finished, unless this engine would continue it with other bits."""
         if self.numerics_ids - {engine.numerics_id}:
             made = ", ".join(sorted(self.numerics_ids))
             raise UserError(
@@ -228,17 +250,15 @@ class _Run:
                 f"this engine's is {engine.numerics_id}"
             )
         if self.results_path.is_file():
-            keep_settled(self.results_path)
+            keep_finished(self.results_path)
 
     def _add(self, engine: Engine, results: ResultsFile, interrupt: _Interrupt) -> None:
-        """Hand every line to the engine, but for samples that are settled; refusals go straight to the results."""
+        """Hand every line to the engine, but for samples that are finished; refusals go straight to the results."""
         for line in self.lines:
-            if (line.id, None) in self.settled:
-                continue
             if isinstance(line, RefusedLine):
                 self._refuse(results, line, line.reason)
                 continue
-            missing = [sample for sample in range(line.params.n) if (line.id, sample) not in self.settled]
+            missing = [sample for sample in range(line.params.n) if (line.id, sample) not in self.finished]
             if not missing:
                 continue
             if not interrupt.requested:
@@ -318,7 +338,7 @@ class _Run:
 
 
 class _Interrupt:
-    """While entered, the first Ctrl-C only sets `requested`; the second interrupts at once."""
+    """While entered, the first Ctrl-C or SIGTERM only sets `requested`; the second interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -326,12 +346,13 @@ class _Interrupt:
     def __enter__(self) -> _Interrupt:
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         if self._in_main_thread:
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._in_main_thread:
-            signal.signal(signal.SIGINT, self._previous)
+            for number, previous in self._previous.items():
+                signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,46 +15,70 @@ from paged.core.request import Request
 class StepLog:
     """Appends one line an event to a file; lines are whole even if the process is killed between them.
 
-    Events, by the key ``event``: ``config`` (limits and policy), ``add`` (a sample), ``abort``, ``plan`` (the columns,
-    blocks started and appended, slots released, preemptions), ``commit`` (tokens, stop flags, times in seconds on the
-    executor's clock), ``abandon``.
+    Events, by the key ``event``, each with its time ``time_s`` on this process's monotonic clock: ``config`` (limits
+    and policy), ``add`` (the samples of a request), ``abort``, ``plan`` (the columns, blocks started and appended,
+    slots released, preemptions; ``step`` is null if there was nothing to do), ``commit`` (tokens, stop flags, and times
+    on the executor's clock), ``abandon``. The same calls on a fresh scheduler give the same plans.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
-    def config(self, limits: dict[str, Any], policy: str) -> None:
-        """The limits and the policy that the events after this one were decided under."""
-        self._write({"event": "config", "limits": limits, "policy": policy})
+    def config(self, limits: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
+        """The limits and the policy (its name and fields) that the events after this one were decided under."""
+        self._write("config", limits=limits, policy=policy)
 
-    def add(self, requests: Iterable[Request]) -> None:
-        """Samples queued."""
-        for request in requests:
-            tokens = request.prompt.token_ids
-            event = {"event": "add", "id": request.id, "sample": request.sample, "prompt_token_ids": tokens}
-            scored = request.params.prompt_logprobs is not None
-            self._write({**event, "max_tokens": request.max_tokens, "seed": request.seed, "scored": scored})
+    def add(self, requests: Sequence[Request]) -> None:
+        """Samples of one request queued."""
+        first = requests[0]
+        self._write(
+            "add",
+            id=first.id,
+            samples=[request.sample for request in requests],
+            seeds=[request.seed for request in requests],
+            prompt_token_ids=first.prompt.token_ids,
+            max_tokens=first.max_tokens,
+            is_scored=first.params.prompt_logprobs is not None,
+        )
 
     def abort(self, request_id: str, sample: int | None, reason: str) -> None:
         """A request, or one sample of it, ended from outside."""
-        self._write({"event": "abort", "id": request_id, "sample": sample, "reason": reason})
+        self._write("abort", id=request_id, sample=sample, reason=reason)
 
-    def plan(self, plan: StepPlan) -> None:
-        """A step decided."""
-        started = [[s.slot, s.request.id, s.request.sample, s.num_cached, s.blocks] for s in plan.started]
-        event = {"event": "plan", "step": plan.step, "slots": plan.slots, "starts": plan.starts}
-        event |= {"lengths": plan.lengths, "logits": plan.logits, "started": started, "appended": plan.appended}
-        self._write({**event, "released": plan.released, "preempted": plan.preempted})
+    def plan(self, plan: StepPlan | None) -> None:
+        """A step decided, or found empty: looking may have preempted."""
+        if plan is None:
+            self._write("plan", step=None)
+            return
+        self._write(
+            "plan",
+            step=plan.step,
+            weight_version=plan.weight_version,
+            slots=plan.slots,
+            starts=plan.starts,
+            lengths=plan.lengths,
+            logits=plan.logits,
+            started=[[s.slot, s.request.id, s.request.sample, s.num_cached, s.blocks] for s in plan.started],
+            appended=plan.appended,
+            released=plan.released,
+            preempted=plan.preempted,
+        )
 
     def commit(self, result: StepResult) -> None:
         """A step done."""
-        event = {"event": "commit", "step": result.step, "tokens": result.tokens, "stopped": result.stopped}
-        self._write({**event, "start_s": round(result.start_s, 6), "end_s": round(result.end_s, 6)})
+        self._write(
+            "commit",
+            step=result.step,
+            tokens=result.tokens,
+            stopped=result.stopped,
+            start_s=round(result.start_s, 6),
+            end_s=round(result.end_s, 6),
+        )
 
     def abandon(self) -> None:
         """All plans in flight dropped."""
-        self._write({"event": "abandon"})
+        self._write("abandon")
 
     def close(self) -> None:
         """Close the file; nothing can be logged afterwards."""
@@ -65,5 +90,6 @@ class StepLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, name: str, **facts: Any) -> None:
+        event = {"event": name, "time_s": round(time.perf_counter(), 6), **facts}
         self._file.write(json.dumps(event, separators=(",", ":")) + "\n")

@@ -215,7 +215,7 @@ def test_a_sweep_gives_each_point_its_own_folder(cli: Cli) -> None:
 def test_a_mistake_in_one_point_leaves_the_others_of_a_sweep(cli: Cli) -> None:
     code, out, err = cli("-m", "num_blocks=0,40", *SMALL)
     assert code == 2
-    assert "paged: num_blocks must be a whole number, at least 1, not 0" in err
+    assert "paged: job 0: num_blocks must be a whole number, at least 1, not 0" in err
     assert len(rows_of(folder_of(out) / "1")) == 4
 
 

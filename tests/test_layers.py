@@ -34,7 +34,13 @@ class Rule:
 
 EVERYTHING = Rule(ours=("paged",))
 BELOW_THE_ENGINE = ("paged.core", "paged.kernels", "paged.model", "paged.runner")
-ENGINE = ("paged.engine", "paged.engine_config", "paged.outputs", "paged.step_log")  # one part in several files
+ENGINE = (
+    "paged.engine",
+    "paged.engine_config",
+    "paged.outputs",
+    "paged.step_log",
+    "paged.interrupts",
+)  # one part in several files
 RULES: dict[str, Rule] = {
     "paged.core": Rule(("paged.core",), ()),
     "paged.workload": Rule(("paged.core", "paged.workload"), ()),
@@ -45,6 +51,7 @@ RULES: dict[str, Rule] = {
     "paged.step_log": Rule(("paged.core", "paged.step_log"), ()),
     "paged.engine": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.engine_config": Rule((*BELOW_THE_ENGINE, *ENGINE)),
+    "paged.interrupts": Rule(()),
     "paged.outputs": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.rollout": Rule(("paged.core", *ENGINE, "paged.rollout")),
     "paged.sim": Rule(("paged.core", "paged.workload", "paged.sim"), None, ("torch", "triton", "transformers")),

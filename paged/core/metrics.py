@@ -15,7 +15,7 @@ class Counters:
         num_preemptions: preemptions, not sequences preempted.
         forward_tokens: tokens scheduled for computation.
         recomputed_tokens: those of them that had been scheduled before a preemption.
-        cached_tokens: tokens taken over from the cache instead, at any admission.
+        cached_tokens: tokens taken over from the cache that had never been scheduled.
         minimal_forward_tokens: what the finished sequences need without preemption and reuse, N - 1 each.
         prompt_tokens, output_tokens: of the finished sequences.
         dropped_tokens: tokens sampled beyond a stop, because a deeper pipeline had them in flight.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
@@ -31,7 +31,7 @@ class SamplingParams:
         prompt_logprobs: the same for every prompt token but the first; 0 reports the prompt's tokens alone.
         presence_penalty, frequency_penalty: subtracted from logits of generated tokens, once or per occurrence.
         repetition_penalty: divides positive and multiplies negative logits of all tokens seen, prompt included.
-        logit_bias: token id to a number added to its logit.
+        logit_bias: token ids and the numbers added to their logits; a mapping becomes a tuple of pairs.
 
     Raises:
         ValueError: naming the field and what is allowed.
@@ -52,7 +52,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
@@ -63,7 +63,7 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_int("top_k", self.top_k, -1)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -72,7 +72,7 @@ class SamplingParams:
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 1e4, open_low=True)
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e4)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         if any(not text for text in self.stop):
@@ -202,7 +202,9 @@ def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _as_bias(value: Any) -> dict[int, float]:
+def _as_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, tuple):
+        value = dict(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, not {value!r}")
     bias: dict[int, float] = {}
@@ -212,5 +214,7 @@ def _as_bias(value: Any) -> dict[int, float]:
         if not text.isdecimal():
             raise ValueError(f"logit_bias must map token ids to numbers, not the key {token!r}")
         _check_number(f"logit_bias[{text}]", number, -1e4, 1e4)
+        if int(text) in bias:
+            raise ValueError(f"logit_bias holds token id {int(text)} twice")
         bias[int(text)] = float(number)
-    return bias
+    return tuple(sorted(bias.items()))

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from paged.core.blocks import BlockPool
 from paged.core.metrics import Counters
@@ -177,8 +178,15 @@ class Scheduler:
     # What arrives
 
     def max_tokens_for(self, num_prompt: int, max_tokens: int | None) -> int:
-        """``max_tokens`` of a request, or for None the most that the limits leave to a prompt of this length."""
-        return self._most_tokens() + 1 - num_prompt if max_tokens is None else max_tokens
+        """``max_tokens`` of a request, or for None all that ``max_seq_len`` leaves to a prompt of this length.
+
+        The pool's size plays no part, so that it cannot change what is generated; a pool too small refuses.
+        """
+        if max_tokens is not None:
+            return max_tokens
+        config = self.config
+        limit = config.num_blocks * config.block_size if config.max_seq_len is None else config.max_seq_len
+        return limit + 1 - num_prompt
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue the samples of one request, all or none.
@@ -193,7 +201,7 @@ class Scheduler:
         if len({request.key for request in batch}) < len(batch):
             raise ValueError(f"id {batch[0].id!r} is given twice for the same sample")
         for request in batch:
-            sequence = Sequence(request, self.counters.num_added)
+            sequence = Sequence(request)
             self.counters.num_added += 1
             self._live.setdefault(request.id, {})[request.sample] = sequence
             self._waiting.append(sequence)
@@ -275,8 +283,8 @@ class Scheduler:
             status = sequence.status
             if status is Status.RUNNING:
                 sequence.num_computed += length
-                if logits & SCORE:
-                    sequence.num_scored = sequence.num_computed
+                if logits & SCORE and sequence.num_computed >= sequence.num_prompt - 1:
+                    sequence.is_scored = True
                 if sequence.num_computed >= sequence.publish_at:
                     self._publish(sequence)
             if logits & SAMPLE:
@@ -296,10 +304,10 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Drop every plan in flight after an executor failed; running sequences wait again, in order, as committed."""
-        for flight in self._in_flight:
-            for sequence in flight.sequences:
-                sequence.num_in_flight = 0
         self._in_flight.clear()
+        for samples in self._live.values():
+            for sequence in samples.values():
+                sequence.num_in_flight = 0
         for sequence in reversed(self._running[:]):
             self._evict(sequence)
         for sequence in self._waiting:
@@ -375,9 +383,9 @@ class Scheduler:
             logits |= SAMPLE
             if end + 1 < sequence.max_tokens_total:
                 sequence.num_tokens = end + 1
-        # A prompt's tokens are scored at the positions before them, once.
+        # A prompt's tokens are scored at the positions before them, once unless that is interrupted.
         last = sequence.num_prompt - 1
-        if sequence.request.params.prompt_logprobs is not None and start < last and sequence.num_scored < last:
+        if sequence.request.params.prompt_logprobs is not None and start < last and not sequence.is_scored:
             logits |= SCORE
         draft.budget -= length
         draft.slots.append(sequence.slot)
@@ -397,6 +405,7 @@ class Scheduler:
             candidates = [other for other in self._running[1:] if other.slot not in scheduled]
             assert candidates, f"the oldest sequence does not fit, though it was admitted: {sequence}"
             victim = self.policy.victim(candidates)
+            assert victim in candidates, f"the policy chose {victim}, which is not a candidate"
             self._preempted.append(victim.request.key)
             self.counters.num_preemptions += 1
             victim.num_preemptions += 1
@@ -416,21 +425,24 @@ class Scheduler:
         pool, policy, config = self.pool, self.policy, self.config
         block_size = config.block_size
         passed: list[Sequence] = []
-        while self._waiting and draft.budget and self._free_slots:
-            sequence = self._waiting[0]
-            if sequence.num_in_flight:
-                break
-            adopted = self._match(sequence)
-            if adopted is None:
-                passed.append(self._waiting.popleft())
-                continue
-            margin = policy.blocks_kept_free(self._running, pool.num_blocks, block_size) if self._running else 0
-            available = pool.num_free - sum(1 for block in adopted if pool.references[block] == 0)
-            if policy.blocks_to_admit(sequence, block_size) - len(adopted) + margin > available:
-                break
-            self._waiting.popleft()
-            self._start(sequence, adopted, draft)
-        self._waiting.extendleft(reversed(passed))
+        try:
+            while self._waiting and draft.budget and self._free_slots:
+                sequence = self._waiting[0]
+                if sequence.num_in_flight:
+                    break
+                adopted = self._match(sequence)
+                if adopted is None:
+                    passed.append(self._waiting.popleft())
+                    continue
+                margin = policy.blocks_kept_free(self._running, pool.num_blocks, block_size) if self._running else 0
+                available = pool.num_free - sum(1 for block in adopted if pool.references[block] == 0)
+                if policy.blocks_to_admit(sequence, block_size) - len(adopted) + margin > available:
+                    break
+                self._waiting.popleft()
+                self._start(sequence, adopted, draft)
+        finally:
+            # Also when a policy raises: nobody may fall out of the queue.
+            self._waiting.extendleft(reversed(passed))
 
     def _start(self, sequence: Sequence, adopted: list[int], draft: _Draft) -> None:
         """Admit ``sequence``: adopt, allocate the blocks of all its tokens, and schedule the first chunk."""
@@ -445,7 +457,8 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         if sequence.num_forwarded == 0:
             sequence.num_cached_tokens = num_cached
-        self.counters.cached_tokens += num_cached
+        # What is taken over again after a preemption is neither recomputed nor saved from the minimum.
+        self.counters.cached_tokens += max(0, num_cached - sequence.num_forwarded)
         self._running.append(sequence)
         if self.config.prefix_reuse:
             sequence.publish_at = num_cached + block_size
@@ -472,11 +485,14 @@ class Scheduler:
         if sequence.request.params.prompt_logprobs is not None:
             return []
         adopted: list[int] = []
-        for key in sequence.keys[: (len(sequence.tokens) - 1) // self.config.block_size]:
+        keys = sequence.keys[: (len(sequence.tokens) - 1) // self.config.block_size]
+        for index, key in enumerate(keys):
             block = self.pool.lookup(key)
             if block is None:
-                if key in self._leaders:
-                    sequence.waits_for = key
+                # Wait for the last of the blocks to come, so that the way there is not walked again at every step.
+                awaited = list(takewhile(self._leaders.__contains__, keys[index:]))
+                if awaited:
+                    sequence.waits_for = awaited[-1]
                     return None
                 break
             adopted.append(block)
@@ -544,11 +560,6 @@ class Scheduler:
                 del self._leaders[key]
 
     # Refusals
-
-    def _most_tokens(self) -> int:
-        """Most tokens of one sequence whose keys and values can be held."""
-        held = self.config.num_blocks * self.config.block_size
-        return held if self.config.max_seq_len is None else min(held, self.config.max_seq_len)
 
     def _check_request(self, request: Request) -> None:
         if request.sample in self._live.get(request.id, {}):

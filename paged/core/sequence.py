@@ -38,7 +38,7 @@ class Sequence:
         num_computed: leading tokens whose keys and values are in the cache.
         num_in_flight: plans in flight that contain this sequence.
         num_forwarded: most tokens ever scheduled; what is computed again below it is recomputation.
-        num_scored: leading prompt tokens whose log-probabilities have been reported.
+        is_scored: whether the log-probabilities of the whole prompt have been reported.
         num_cached_tokens: tokens taken over from the cache at the first admission.
         max_tokens_total: prompt plus the most tokens that may be generated.
         blocks: the block table.
@@ -47,13 +47,12 @@ class Sequence:
         publish_at: value of ``num_computed`` from which another block can be offered.
         waits_for: key of a block that a running leader is about to compute.
         slot: place in the executor's tables, -1 while waiting.
-        arrival: order of arrival; also the order of age.
     """
 
     __slots__ = (
-        "arrival",
         "blocks",
         "finish_reason",
+        "is_scored",
         "keys",
         "max_tokens_total",
         "num_cached_tokens",
@@ -64,7 +63,6 @@ class Sequence:
         "num_prompt",
         "num_published",
         "num_scheduled",
-        "num_scored",
         "num_tokens",
         "publish_at",
         "request",
@@ -74,9 +72,8 @@ class Sequence:
         "waits_for",
     )
 
-    def __init__(self, request: Request, arrival: int) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.arrival = arrival
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.tokens = list(request.prompt.token_ids)
@@ -84,7 +81,8 @@ class Sequence:
         self.max_tokens_total = self.num_prompt + request.max_tokens
         self.num_scheduled = self.num_computed = self.num_published = 0
         self.num_in_flight = 0
-        self.num_forwarded = self.num_scored = 0
+        self.num_forwarded = 0
+        self.is_scored = False
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.blocks: list[int] = []

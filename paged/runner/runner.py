@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,8 @@ from paged.runner.text import TextStream, Tokenizer
 SCORE_ROWS = 64
 
 UNTRUNCATED = SamplingParams(temperature=0)
+
+LogitsObserver = Callable[[StepPlan, Sequence[int], torch.Tensor], None]
 
 # Token ids, most likely first, and their log-probabilities.
 TopLogprobs = tuple[list[int], list[float]]
@@ -116,6 +118,10 @@ class TorchRunner:
         max_num_seqs: slots.
         max_seq_len: most tokens of a sequence whose keys and values are held.
         eos_token_ids: tokens that end a sequence unless it ignores them.
+
+    Attributes:
+        observe_logits: called in every step with the plan, the plan rows that sample and their raw logits [R, V],
+            which it must not change; for experiments and tests.
     """
 
     def __init__(
@@ -139,6 +145,7 @@ class TorchRunner:
         self._blocks = np.zeros((max_num_seqs, -(-max_seq_len // cache.block_size)), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
         self._results: deque[StepResult] = deque()
+        self.observe_logits: LogitsObserver | None = None
 
     def submit(self, plan: StepPlan) -> None:
         """Compute ``plan`` now; its result waits for ``collect``."""
@@ -167,14 +174,18 @@ class TorchRunner:
         hidden_TD = self.decoder(token_ids_T, layout, self.cache)
 
         sampled = [row for row, logits in enumerate(plan.logits) if logits & SAMPLE]
-        nan_rows: list[int] = []
+        # Every row counts, not only those that sample: a chunk of a prompt that is not finite must not be committed,
+        # or its blocks are published. What goes wrong at one position reaches the last one of the chunk.
+        last_BD = hidden_TD.index_select(0, layout.last_rows_B)
+        nan_rows: list[int] = (~last_BD.isfinite().all(-1)).nonzero().flatten().tolist()
         scores = []
         for row, logits in enumerate(plan.logits):
             if logits & SCORE:
                 first = int(ends[row] - lengths[row])
                 scores.append(self._score(plan, row, hidden_TD[first : int(ends[row])], nan_rows))
-        last_R = torch.as_tensor(ends[sampled] - 1, device=self.device)
-        logits_RV = self._logits(hidden_TD.index_select(0, last_R))
+        logits_RV = self._logits(last_BD[sampled])
+        if self.observe_logits is not None:
+            self.observe_logits(plan, sampled, logits_RV)
         rows = self._sample(plan, sampled, logits_RV)
         tops = self._alternatives(plan, sampled, logits_RV)
         return self._result(plan, sampled, rows, tops, scores, nan_rows, start_s)
@@ -266,7 +277,7 @@ class TorchRunner:
         )
 
     def _bias(self, states: Sequence[_Slot]) -> LogitBias | None:
-        triplets = [(row, *item) for row, s in enumerate(states) for item in s.request.params.logit_bias.items()]
+        triplets = [(row, *item) for row, s in enumerate(states) for item in s.request.params.logit_bias]
         if not triplets:
             return None
         rows, ids, values = zip(*triplets, strict=True)

@@ -40,13 +40,12 @@ class Tokenizer:
         self._template_text = _chat_template(folder, self._config)
         self._folder = folder
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether ``messages`` can be turned into a prompt."""
-        return self._template_text is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens that the tokenizer adds by itself unless told otherwise."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt must be text that UTF-8 can hold: {error.reason}") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -72,7 +71,7 @@ class Tokenizer:
         try:
             template = environment.from_string(self._template_text)
             return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **special)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ValueError(f"messages do not suit the chat template: {error}") from None
 
     def prompt_ids(self, prompt: str | Sequence[int] | Mapping[str, Any]) -> list[int]:
@@ -87,8 +86,7 @@ class Tokenizer:
         if isinstance(prompt, str):
             return self.encode(prompt)
         if isinstance(prompt, Mapping):
-            if len(prompt.keys() & PROMPT_FORMS) != 1:
-                raise ValueError(f"the prompt must hold exactly one of {', '.join(PROMPT_FORMS)}")
+            check_prompt_form(prompt)
             if "messages" in prompt:
                 # The template has written the special tokens.
                 return self.encode(self.apply_chat_template(prompt["messages"]), add_special_tokens=False)
@@ -159,8 +157,17 @@ def first_stop(text: str, stop: Sequence[str], num_searched: int = 0) -> str | N
     return min(((at, item) for at, item in found if at >= 0), key=lambda hit: hit[0], default=(0, None))[1]
 
 
+def check_prompt_form(prompt: Mapping[str, Any]) -> None:
+    """Refuse a mapping that is not exactly one of ``PROMPT_FORMS``."""
+    if len(prompt) != 1 or not prompt.keys() <= set(PROMPT_FORMS):
+        forms, keys = ", ".join(PROMPT_FORMS), ", ".join(map(str, prompt)) or "nothing"
+        raise ValueError(f"the prompt must hold exactly one of {forms}, not {keys}")
+
+
 def token_ids_of(prompt: Any) -> list[int]:
     """Token ids of a prompt that needs no tokenizer: a list of ids, or a mapping with ``prompt_token_ids``."""
+    if isinstance(prompt, Mapping):
+        check_prompt_form(prompt)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
         raise ValueError(f"the prompt must be text, prompt_token_ids or messages, not {type(prompt).__name__}")
@@ -176,7 +183,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next((entry.get("template") for entry in named), None)
     return template if isinstance(template, str) else None
 
 

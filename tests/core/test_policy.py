@@ -12,8 +12,8 @@ from paged.core.policy import Fifo, Policy, Reserve, Watermark, num_blocks_for
 from paged.core.sequence import Sequence
 
 
-def sequence(num_prompt: int, max_tokens: int, num_blocks: int = 0, arrival: int = 0) -> Sequence:
-    made = Sequence(ask(f"r{arrival}", range(num_prompt), max_tokens), arrival)
+def sequence(num_prompt: int, max_tokens: int, num_blocks: int = 0, number: int = 0) -> Sequence:
+    made = Sequence(ask(f"r{number}", range(num_prompt), max_tokens))
     made.blocks = list(range(num_blocks))
     return made
 
@@ -55,7 +55,7 @@ def test_reserve_counts_what_is_held_at_most() -> None:
 
 
 def test_the_youngest_candidate_is_the_victim() -> None:
-    candidates = [sequence(4, 4, arrival=i) for i in range(3)]
+    candidates = [sequence(4, 4, number=i) for i in range(3)]
     for policy in (Policy(), Fifo(), Watermark(), Reserve()):
         assert policy.victim(candidates) is candidates[-1]
         assert policy.victim(candidates[:1]) is candidates[0]
@@ -65,7 +65,7 @@ def test_the_youngest_candidate_is_the_victim() -> None:
 def test_policies_are_frozen_and_change_nothing(policy: Policy) -> None:
     with pytest.raises((FrozenInstanceError, AttributeError, TypeError)):
         policy.extra = 1  # type: ignore[attr-defined]
-    shown = [sequence(5, 9, num_blocks=2, arrival=i) for i in range(3)]
+    shown = [sequence(5, 9, num_blocks=2, number=i) for i in range(3)]
     before = copy.deepcopy([(s.blocks, s.tokens, s.status, s.num_tokens) for s in shown])
     policy.blocks_to_admit(shown[0], 4)
     policy.blocks_kept_free(shown, 10, 4)

@@ -360,7 +360,7 @@ class OldestVictim(Policy):
 @dataclass(frozen=True)
 class LongestVictim(Policy):
     def victim(self, candidates: Sequence[Seq]) -> Seq:
-        return max(candidates, key=lambda sequence: (len(sequence.blocks), sequence.arrival))
+        return max(candidates, key=lambda sequence: (len(sequence.blocks), sequence.request.key))
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def processed_distribution(logits_V: torch.Tensor, params: SamplingParams, text:
         logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
     for token in set(output):
         logits[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    for token, value in params.logit_bias.items():
+    for token, value in params.logit_bias:
         logits[token] += value
     probabilities = torch.softmax(logits / (params.temperature or 1.0), -1)
     kept = probabilities >= params.min_p * probabilities.max()

@@ -1,0 +1,40 @@
+"""Ctrl-C at a safe moment: an interrupt that arrives while books are being changed waits until they are whole."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+
+class DeferredInterrupt:
+    """While entered, a Ctrl-C is noted; the ``KeyboardInterrupt`` follows when it is left.
+
+    Does nothing outside the main thread, where signals do not arrive, or if SIGINT has another handler than Python's
+    own, which then decides.
+
+    Attributes:
+        is_pending: whether an interrupt is being held back.
+    """
+
+    __slots__ = ("_is_armed", "is_pending")
+
+    def __init__(self) -> None:
+        self.is_pending = False
+        self._is_armed = False
+
+    def __enter__(self) -> DeferredInterrupt:
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_armed = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._is_armed:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_armed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.is_pending:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_pending = True
