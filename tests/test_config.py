@@ -68,7 +68,7 @@ def test_choices_arrive_as_typed_objects() -> None:
         ("+block_sise=3", "block_sise is not a key of this config; did you mean block_size?"),
         ("+sampling.temprature=1", "sampling.temprature is not a key of this config; did you mean temperature?"),
         ("+policy.fraction=1", "policy.fraction is not a key of this config; allowed: name"),
-        ("+model.size=8", "model.size is not a key of this config; allowed: path"),
+        ("+model.size=8", "model.size is not a key of this config; allowed: path, spec"),
         ("block_size=abc", "block_size must be a whole number, not 'abc'"),
         ("block_size=1.5", "block_size must be a whole number, not 1.5"),
         ("block_size=true", "block_size must be a whole number, not True"),

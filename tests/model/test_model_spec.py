@@ -116,7 +116,7 @@ REFUSED = [
     ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
     ({"rope_theta": ...}, "rope_theta is missing"),
     ({"rope_theta": -1}, "rope_theta must be a positive number"),
-    ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, "use_sliding_window"),
+    ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, "sliding_window 4096"),
     ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"layer_types": ["linear_attention"] * 36}, "layer_types holds 'linear_attention'"),
