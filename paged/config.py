@@ -14,6 +14,7 @@ from typing import Any, Final
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from paged.core.model_spec import CONFIG_FIELDS, ModelSpec
 from paged.core.policy import Fifo, Policy, Reserve, Watermark
 from paged.core.request import SamplingParams
 from paged.outcome import UserError
@@ -52,9 +53,25 @@ class Weights(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class ModelSchema:
-    """An entry of the group `model`."""
+    """An entry of the group `model`: where it is and, if it is a model known by name, what it is.
+
+    `spec` holds fields of the checkpoint's `config.json`.
+    """
 
     path: str = MISSING
+    spec: dict[str, Any] | None = None
+
+    def build(self, max_seq_len: int | None) -> ModelSpec | None:
+        """The model's description; raises ``ValueError`` for a field that is unknown, missing or malformed."""
+        if self.spec is None:
+            return None
+        for key in self.spec:
+            if key not in CONFIG_FIELDS:
+                raise ValueError(f"model.spec.{key} is not a field that is known; {nearest(key, CONFIG_FIELDS)}")
+        try:
+            return ModelSpec.from_config(self.spec, max_seq_len=max_seq_len)
+        except ValueError as error:
+            raise ValueError(f"model.spec.{str(error).removeprefix('config.json: ')}") from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -236,12 +253,14 @@ class RunConfig:
 
     Attributes:
         model: 'tiny', a checkpoint folder or a Hub id.
+        spec: what the model should be, if the config says so.
         engine: fields of EngineConfig. A mapping, because that class needs torch and this module does not.
         sampling: what a line of the workload may override.
         workload: what to sample.
     """
 
     model: str
+    spec: ModelSpec | None
     engine: Mapping[str, Any]
     sampling: SamplingParams
     workload: ArithmeticWorkload | PromptsWorkload | RandomWorkload
@@ -277,7 +296,8 @@ def run_config(cfg: DictConfig) -> RunConfig:
         engine = {field.name: getattr(scalars, field.name) for field in fields(EngineSchema)}
         engine |= {"numerics": numerics.name, "policy": policy.build()}
         engine |= {"device": scalars.device.value, "weights": scalars.weights.value}
-        return RunConfig(model=model.path, engine=engine, sampling=params, workload=workload.build())
+        spec = model.build(scalars.max_seq_len)
+        return RunConfig(model=model.path, spec=spec, engine=engine, sampling=params, workload=workload.build())
     except ValueError as error:
         raise UserError(error) from error
 
@@ -387,6 +407,7 @@ def _allowed(hint: Any) -> str:
         return "one of " + ", ".join(hint.__members__)
     known = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     known |= {list[int]: "a list of whole numbers", list[str]: "a list of texts"}
+    known |= {dict[str, Any]: "a mapping of config.json's fields to values"}
     return known.get(hint) or "a mapping of token ids to numbers"
 
 

@@ -23,7 +23,7 @@ from paged.interrupts import DeferredInterrupt
 from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import load_decoder
 from paged.model.decoder import Decoder
-from paged.model.locate import checkpoint_folder
+from paged.model.locate import find_model
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
 from paged.runner.kv_cache import KVCache
 from paged.runner.runner import PromptScore, StepPayload, TopLogprobs, TorchRunner
@@ -95,6 +95,7 @@ class Engine:
         cls,
         model: str | Path = "tiny",
         *,
+        spec: ModelSpec | None = None,
         config: EngineConfig | None = None,
         step_log: Path | None = None,
         **fields: Any,
@@ -103,6 +104,7 @@ class Engine:
 
         Args:
             model: ``tiny`` (embedded), a folder, or a Hub id in the local cache.
+            spec: what the model should be: its checkpoint must agree, and with ``weights="dummy"`` none is needed.
             config: what to build; the defaults if absent.
             step_log: file that receives the step log.
             fields: fields of ``EngineConfig``, over those of ``config``.
@@ -112,17 +114,17 @@ class Engine:
         """
         started = time.perf_counter()
         config = (config or EngineConfig()).replaced(**fields)
-        folder = checkpoint_folder(model)
-        spec = ModelSpec.from_folder(folder)
+        need_weights = config.weights != "dummy"
+        folder, spec = find_model(model, spec, need_weights=need_weights, max_seq_len=config.max_seq_len)
         device = resolve_device(config.device)
         numerics = Numerics(mode=config.numerics)
         dtype = DTYPES[config.dtype or spec.dtype]
         kv_dtype = KV_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
         limit = position_limit(config, spec)
-        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+        tokenizer = Tokenizer(folder) if folder is not None and (folder / "tokenizer.json").is_file() else None
         placed: dict[str, Any] = {"numerics": numerics, "dtype": dtype, "device": device, "max_positions": limit}
         with _out_of_memory_as_mistake():
-            if config.weights == "dummy":
+            if folder is None or not need_weights:
                 decoder = Decoder.random(spec, config.seed, **placed)
             else:
                 decoder = load_decoder(folder, **placed)

@@ -24,8 +24,7 @@ from tqdm import tqdm
 from yaml import YAMLError
 
 from paged.config import RESUMABLE_KEYS, ArithmeticWorkload, PromptsWorkload, RandomWorkload, RunConfig, run_config
-from paged.core.model_spec import ModelSpec
-from paged.model.locate import checkpoint_folder
+from paged.model.locate import find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
 from paged.results import (
     FINISHED,
@@ -122,13 +121,17 @@ def _local_model(model: str, base: Path) -> str:
     return str(folder) if model != "tiny" and folder.is_dir() else model
 
 
-def _made_lines(workload: ArithmeticWorkload | RandomWorkload, model: str) -> Iterable[dict[str, Any]]:
+def _made_lines(
+    workload: ArithmeticWorkload | RandomWorkload, config: RunConfig, model: str
+) -> Iterable[dict[str, Any]]:
     """The lines of a workload that is made, not read; random ids are drawn from the model's vocabulary."""
     if isinstance(workload, ArithmeticWorkload):
         prompts = arithmetic.builtin_prompts(workload.num_prompts, workload.seed)
         return ({"id": f"arithmetic-{index}", "prompt": prompt} for index, prompt in enumerate(prompts))
     try:
-        vocab_size = ModelSpec.from_folder(checkpoint_folder(model)).vocab_size
+        need_weights = config.engine["weights"] != "dummy"
+        max_seq_len = config.engine["max_seq_len"]
+        vocab_size = find_model(model, config.spec, need_weights=need_weights, max_seq_len=max_seq_len)[1].vocab_size
     except ValueError as error:
         raise UserError(error) from error
     return random_lines(workload.num_prompts, workload.input_len, workload.output_len, vocab_size, workload.seed)
@@ -151,7 +154,7 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
                 reason = f"{str(workload.path)!r} cannot be read ({error.strerror})"
                 raise UserError(f"workload.path must be a file of prompts: {reason}") from error
         else:
-            write_prompts(copy, _made_lines(workload, model))
+            write_prompts(copy, _made_lines(workload, config, model))
     source = workload.path if isinstance(workload, PromptsWorkload) and not resumed else copy
     try:
         return read_prompts(copy, config.sampling, source=source)
@@ -237,7 +240,8 @@ class _Run:
         step_log = self.folder / "steps.jsonl"
         drop_torn_line(step_log)
         try:
-            return Engine.from_pretrained(model, config=EngineConfig(**self.config.engine), step_log=step_log)
+            engine_config = EngineConfig(**self.config.engine)
+            return Engine.from_pretrained(model, spec=self.config.spec, config=engine_config, step_log=step_log)
         except (ValueError, OSError) as error:
             raise UserError(error) from error
 

@@ -14,21 +14,37 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+# What a family's tiny checkpoints have beside the sizes that all share.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": None, "rope_theta": 1e6},
+    "llama": {"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 48},
+}
 
-def random_qwen3_folder(
+
+def random_qwen3_folder(folder: Path, **options: Any) -> Path:
+    """``random_folder`` of a Qwen3."""
+    return random_folder("qwen3", folder, **options)
+
+
+def random_folder(
+    family: str,
     folder: Path,
     *,
     seed: int = 0,
     dtype: str = "float32",
     max_shard_size: str | None = None,
+    fused_experts: bool = False,
     eos_token_ids: Sequence[int] = (),
     **overrides: Any,
 ) -> Path:
-    """Save a random tiny Qwen3 by transformers itself, with norm weights away from 1, and return its folder.
+    """Save a random tiny model by transformers itself, with norm weights away from 1, and return its folder.
 
-    ``overrides`` are fields of ``Qwen3Config``; ``max_shard_size`` splits the weights and writes an index.
+    ``overrides`` are fields of the family's config; ``max_shard_size`` splits the weights and writes an index;
+    ``fused_experts`` keeps the names of transformers' own modules instead of the Hub's.
     """
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     sizes: dict[str, Any] = {
         "vocab_size": 131,
@@ -37,14 +53,19 @@ def random_qwen3_folder(
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": 512,
         "initializer_range": 0.1,
         "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
+    sizes |= FAMILIES[family] | overrides
+    if "rope_theta" in sizes:
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**(sizes | overrides)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:
@@ -53,8 +74,8 @@ def random_qwen3_folder(
         model.to(getattr(torch, dtype))
         if eos_token_ids:
             model.generation_config = GenerationConfig(eos_token_id=list(eos_token_ids))
-        extra = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        model.save_pretrained(folder, **extra)
+        extra: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        model.save_pretrained(folder, save_original_format=not fused_experts, **extra)
     return folder
 
 
@@ -69,6 +90,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 class ContiguousDecoder:
     """A decoder with one growing key and value tensor a layer: no blocks, no batch, no tiles.
 
+    What a family has follows from its weights' names (norms of queries and keys, a router) and from ``config``.
     ``feed`` takes the next tokens of the text and gives their logits.
     """
 
@@ -96,8 +118,14 @@ class ContiguousDecoder:
             q = self._project(h, p + "self_attn.q_proj").view(count, heads, size)
             k = self._project(h, p + "self_attn.k_proj").view(count, kv_heads, size)
             v = self._project(h, p + "self_attn.v_proj").view(count, kv_heads, size)
-            q = self._rotate(self._norm(q, w[p + "self_attn.q_norm.weight"]), positions)
-            k = self._rotate(self._norm(k, w[p + "self_attn.k_norm.weight"]), positions)
+            if p + "self_attn.q_norm.weight" in w:
+                # A weight as wide as all heads norms them together.
+                q_norm, k_norm = w[p + "self_attn.q_norm.weight"], w[p + "self_attn.k_norm.weight"]
+                q = self._norm(q.reshape(count, -1, len(q_norm)), q_norm).view(count, heads, size)
+                k = self._norm(k.reshape(count, -1, len(k_norm)), k_norm).view(count, kv_heads, size)
+            if config.get("clip_qkv") is not None:
+                q, k, v = (x.clip(-config["clip_qkv"], config["clip_qkv"]) for x in (q, k, v))
+            q, k = self._rotate(q, positions), self._rotate(k, positions)
             old_k, old_v = self.keys[layer], self.values[layer]
             self.keys[layer] = k = k if old_k is None else torch.cat((old_k, k))
             self.values[layer] = v = v if old_v is None else torch.cat((old_v, v))
@@ -109,9 +137,7 @@ class ContiguousDecoder:
                 out[:, head] = scores.masked_fill(later, float("-inf")).softmax(-1) @ v[:, shared]
             x = x + self._project(out.reshape(count, heads * size), p + "self_attn.o_proj")
             h = self._norm(x, w[p + "post_attention_layernorm.weight"])
-            gate = self._project(h, p + "mlp.gate_proj")
-            gated = gate * torch.sigmoid(gate) * self._project(h, p + "mlp.up_proj")
-            x = x + self._project(gated, p + "mlp.down_proj")
+            x = x + (self._experts(h, p + "mlp.") if p + "mlp.gate.weight" in w else self._mlp(h, p + "mlp."))
         x = self._norm(x, w["model.norm.weight"])
         tied = config.get("tie_word_embeddings", False)
         return x @ w["model.embed_tokens.weight" if tied else "lm_head.weight"].T
@@ -122,6 +148,24 @@ class ContiguousDecoder:
         while len(tokens) < count:
             tokens.append(int(self.feed(tokens[-1:])[-1].argmax()))
         return tokens
+
+    def _mlp(self, x: torch.Tensor, p: str) -> torch.Tensor:
+        gate = self._project(x, p + "gate_proj")
+        return self._project(gate * torch.sigmoid(gate) * self._project(x, p + "up_proj"), p + "down_proj")
+
+    def _experts(self, x: torch.Tensor, p: str) -> torch.Tensor:
+        """Row by row. The router's probabilities are fp32 by definition."""
+        out = torch.zeros_like(x)
+        for row, logits in enumerate(self._project(x, p + "gate")):
+            probs = logits.float().softmax(-1)
+            chosen = sorted(range(len(probs)), key=lambda e: (-float(probs[e]), e))[
+                : self.config["num_experts_per_tok"]
+            ]
+            total = probs[chosen].sum() if self.config["norm_topk_prob"] else 1.0
+            for expert in chosen:
+                weight = (probs[expert] / total).to(self.dtype)
+                out[row] += weight * self._mlp(x[row : row + 1], f"{p}experts.{expert}.")[0]
+        return out
 
     def _project(self, x: torch.Tensor, name: str) -> torch.Tensor:
         out = x @ self.weights[name + ".weight"].T

@@ -564,3 +564,44 @@ def test_ctrl_c_in_the_real_process(cli: Cli, checkpoint: Path, tmp_path: Path) 
     assert 1 <= summary["num_samples"] < 16
     assert cli(f"resume={folder}", model=False)[0] == 0
     assert len(tokens_of(folder)) == 16
+
+
+# Models known by name
+
+NARROW = ["num_hidden_layers=1", "hidden_size=64", "intermediate_size=32", "max_position_embeddings=64"]
+
+
+@pytest.mark.parametrize("name", ["goedel8b", "qwen3_8b", "qwen3_0_6b", "mistral7b", "olmoe", "llama3_8b"])
+def test_a_named_model_runs_on_dummy_weights_without_a_checkpoint(
+    cli: Cli, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vocabulary and family, with fewer and narrower layers, so that it fits a test."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    sizes = [f"model.spec.{size}" for size in NARROW]
+    given = [f"model={name}", "weights=dummy", "num_blocks=8", "sampling.n=1", *sizes]
+    code, out, _ = cli(*given, "workload=random", "workload.num_prompts=2", "workload.output_len=3", model=False)
+    assert code == 0
+    rows = [json.loads(line) for line in (Path(out.splitlines()[-1]) / "results.jsonl").read_text().splitlines()]
+    assert [len(row["token_ids"]) for row in rows] == [3, 3]
+    code, _, err = cli(*given, model=False)
+    assert code == 2
+    assert "has no tokenizer.json, so the prompt must be prompt_token_ids" in err
+
+
+def test_a_named_model_that_is_absent_says_how_to_get_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    code, _, err = cli("model=olmoe", model=False)
+    assert code == 2
+    assert err.splitlines()[-1].endswith("`hf download allenai/OLMoE-1B-7B-0924` gets it")
+    code, _, err = cli("model=olmoe", "model.path=nowhere/at/all", "weights=dummy", model=False)
+    assert code == 2
+    assert "model.path nowhere/at/all does not exist" in err
+
+
+def test_a_checkpoint_must_be_the_model_that_is_named(cli: Cli, checkpoint: Path) -> None:
+    code, _, err = cli("model=qwen3_0_6b", f"model.path={checkpoint}", model=False)
+    assert code == 2
+    assert "config.json: the checkpoint is not the model named, it has vocab_size" in err.splitlines()[-1]
+    assert "hidden_size" in err.splitlines()[-1]

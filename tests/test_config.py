@@ -68,7 +68,7 @@ def test_choices_arrive_as_typed_objects() -> None:
         ("+block_sise=3", "block_sise is not a key of this config; did you mean block_size?"),
         ("+sampling.temprature=1", "sampling.temprature is not a key of this config; did you mean temperature?"),
         ("+policy.fraction=1", "policy.fraction is not a key of this config; allowed: name"),
-        ("+model.size=8", "model.size is not a key of this config; allowed: path"),
+        ("+model.size=8", "model.size is not a key of this config; allowed: path, spec"),
         ("block_size=abc", "block_size must be a whole number, not 'abc'"),
         ("block_size=1.5", "block_size must be a whole number, not 1.5"),
         ("block_size=true", "block_size must be a whole number, not True"),
@@ -103,6 +103,52 @@ def test_choices_arrive_as_typed_objects() -> None:
 def test_a_mistake_gets_one_sentence(override: str, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         composed(override)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+# Published numbers of parameters, and bytes of a token's keys and values in bf16.
+NAMED = {
+    "goedel8b": (8_190_735_360, 147_456),
+    "qwen3_8b": (8_190_735_360, 147_456),
+    "qwen3_0_6b": (596_049_920, 114_688),
+    "mistral7b": (7_248_023_552, 131_072),
+    "olmoe": (6_919_161_856, 131_072),
+    "llama3_8b": (8_030_261_248, 131_072),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_models_known_by_name_have_exact_sizes(name: str) -> None:
+    config = composed(f"model={name}")
+    spec = config.spec
+    assert spec is not None
+    assert (spec.num_parameters(), spec.kv_bytes_per_token(2)) == NAMED[name]
+    assert spec.dtype == "bfloat16"
+    assert spec.eos_token_ids
+    assert config.model.count("/") == 1
+
+
+def test_models_without_a_name_bring_their_own_config() -> None:
+    assert composed().spec is None
+    assert composed("model=local", "model.path=somewhere").spec is None
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("+model.spec.hiden_size=8", "model.spec.hiden_size is not a field that is known; did you mean hidden_size?"),
+        ("model.spec.hidden_size=x", "model.spec.hidden_size must be a whole number, at least 1, not 'x'"),
+        ("~model.spec.num_experts", "model.spec.num_experts is missing"),
+        ("model.spec.num_experts_per_tok=65", "model.spec.num_experts_per_tok 65 must be at most num_experts 64"),
+        ("model.spec.model_type=gpt2", "model.spec.model_type 'gpt2' is not supported"),
+        ("+model.spec.rope_scaling={type: yarn}", "model.spec.rope_scaling of type 'yarn' is not supported"),
+        ("model.spec=8", "model.spec must be a mapping of config.json's fields to values or null, not 8"),
+    ],
+)
+def test_a_mistake_in_a_models_sizes_gets_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed("model=olmoe", override)
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: rotary attention with grouped heads, gated silu MLP, RMS norms before each.
+    """A decoder-only transformer: rotary attention with grouped heads, gated silu MLPs, RMS norms before each.
+
+    Attention is full: a checkpoint whose sliding window could be shorter than a text has no spec.
 
     One rank's part of a sharded model is described by a spec too: the same with fewer heads and a narrower MLP.
 
@@ -23,13 +25,17 @@ class ModelSpec:
         model_type: the architecture's name in ``config.json``.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the gated MLP.
+        intermediate_size: width of the gated MLP, or of each expert.
         num_layers: number of decoder layers.
         num_heads, num_kv_heads: query heads, and the key/value heads that they share evenly.
         head_dim: width of a head; even. ``num_heads * head_dim`` need not be ``hidden_size``.
         qk_norm: RMS norm of queries and keys before the rotation: ``none``, ``head`` (over each head's width,
             one weight for all heads) or ``full`` (over all heads together).
-        qkv_bias, o_bias: whether the attention's projections carry biases.
+        qkv_bias, o_bias, mlp_bias: whether the projections of attention and of the MLP carry biases.
+        clip_qkv: bound on the size of queries, keys and values, after their norm and before the rotation; or none.
+        num_experts: gated MLPs among which a router chooses for each token; 0 means one MLP and no router.
+        num_experts_per_token: experts that a token goes through.
+        norm_topk_prob: whether a token's weights of its experts are scaled to a sum of 1.
         tie_word_embeddings: the head is the embedding; checkpoints then need not hold ``lm_head.weight``.
         rope_theta: base of the rotary frequencies.
         rms_norm_eps: added to the variance in every norm.
@@ -52,6 +58,11 @@ class ModelSpec:
     qk_norm: str = "head"
     qkv_bias: bool = False
     o_bias: bool = False
+    mlp_bias: bool = False
+    clip_qkv: float | None = None
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    norm_topk_prob: bool = False
     tie_word_embeddings: bool = False
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
@@ -74,6 +85,19 @@ class ModelSpec:
         for name in ("rope_theta", "rms_norm_eps"):
             if not _is_positive(getattr(self, name)):
                 raise ValueError(f"{name} must be a positive number, not {getattr(self, name)!r}")
+        if self.clip_qkv is not None and not _is_positive(self.clip_qkv):
+            raise ValueError(f"clip_qkv must be a positive number or None, not {self.clip_qkv!r}")
+        for name in ("num_experts", "num_experts_per_token"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a whole number, at least 0, not {value!r}")
+        # Without experts both are 0.
+        if not min(self.num_experts, 1) <= self.num_experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token must be 1 to num_experts {self.num_experts}, not {self.num_experts_per_token}"
+            )
+        if self.num_experts and self.mlp_bias:
+            raise ValueError("mlp_bias is not supported beside num_experts")
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm must be one of {', '.join(QK_NORMS)}, not {self.qk_norm!r}")
         if self.dtype not in DTYPES:
@@ -83,11 +107,23 @@ class ModelSpec:
                 raise ValueError(f"eos_token_ids must lie in 0 .. {self.vocab_size - 1} (vocab_size), not {token!r}")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        *,
+        max_seq_len: int | None = None,
+    ) -> ModelSpec:
         """The spec of a Hugging Face checkpoint, from its ``config.json`` and ``generation_config.json``.
 
         Reads the old spelling (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and that of transformers 5
         (``rope_parameters``, ``dtype``). End tokens are those of both files.
+
+        Args:
+            config: what ``config.json`` holds.
+            generation_config: what ``generation_config.json`` holds, if there.
+            max_seq_len: most tokens of a text; a sliding window that is no shorter is accepted. None stands for
+                ``max_position_embeddings``.
 
         Raises:
             ValueError: a field is missing or malformed, or asks for something that is not supported; one
@@ -99,12 +135,13 @@ class ModelSpec:
             raise ValueError(f"config.json: model_type {model_type!r} is not supported; known: {', '.join(_READERS)}")
         if config.get("quantization_config") is not None:
             raise ValueError("config.json: quantization_config is not supported; quantized weights can't be loaded")
-        fields = reader(config)
-        fields["eos_token_ids"] = _eos_token_ids(config, generation_config, fields["vocab_size"])
-        return cls(**fields)
+        values = reader(config)
+        _refuse_sliding_window(config, values["num_layers"], values["max_position_embeddings"], max_seq_len)
+        values["eos_token_ids"] = _eos_token_ids(config, generation_config, values["vocab_size"])
+        return cls(**values)
 
     @classmethod
-    def from_folder(cls, folder: Path | str) -> ModelSpec:
+    def from_folder(cls, folder: Path | str, *, max_seq_len: int | None = None) -> ModelSpec:
         """The spec of a checkpoint folder: its ``config.json`` and, if there, ``generation_config.json``.
 
         Raises:
@@ -113,7 +150,23 @@ class ModelSpec:
         folder = Path(folder)
         config = _read_json(folder / "config.json")
         generation = folder / "generation_config.json"
-        return cls.from_config(config, _read_json(generation) if generation.exists() else None)
+        generation_config = _read_json(generation) if generation.exists() else None
+        return cls.from_config(config, generation_config, max_seq_len=max_seq_len)
+
+    def check_agrees(self, found: ModelSpec) -> None:
+        """Refuse a checkpoint that is another model than this one; end tokens and dtype may differ.
+
+        Raises:
+            ValueError: one sentence that names every field that differs, as ``config.json`` spells it.
+        """
+        differences = [
+            f"{_CONFIG_NAMES.get(field.name, field.name)} {getattr(found, field.name)!r} "
+            f"instead of {getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name not in ("eos_token_ids", "dtype") and getattr(self, field.name) != getattr(found, field.name)
+        ]
+        if differences:
+            raise ValueError(f"config.json: the checkpoint is not the model named, it has {', '.join(differences)}")
 
     @property
     def q_size(self) -> int:
@@ -125,8 +178,13 @@ class ModelSpec:
         """Width of all key heads together; that of the values is the same."""
         return self.num_kv_heads * self.head_dim
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by its Hugging Face name, in the order of the layers; a checkpoint must equal it."""
+    def parameter_shapes(self, *, fused_experts: bool = False) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by its Hugging Face name, in the order of the layers; a checkpoint must equal it.
+
+        Args:
+            fused_experts: name a layer's experts as two tensors, as transformers does with
+                ``save_original_format=False``, instead of three for each expert, as the Hub's checkpoints do.
+        """
         hidden = self.hidden_size
         norm_sizes = {"head": (self.head_dim, self.head_dim), "full": (self.q_size, self.kv_size)}.get(self.qk_norm)
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -145,12 +203,27 @@ class ModelSpec:
             if self.o_bias:
                 shapes[attention + "o_proj.bias"] = (hidden,)
             shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-            shapes[prefix + "mlp.gate_proj.weight"] = (self.intermediate_size, hidden)
-            shapes[prefix + "mlp.up_proj.weight"] = (self.intermediate_size, hidden)
-            shapes[prefix + "mlp.down_proj.weight"] = (hidden, self.intermediate_size)
+            shapes.update(self._mlp_shapes(prefix + "mlp.", fused_experts))
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    def _mlp_shapes(self, prefix: str, fused_experts: bool) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's MLP, or of its router and experts."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.num_experts:
+            shapes[prefix + "gate.weight"] = (self.num_experts, hidden)
+        if self.num_experts and fused_experts:
+            shapes[prefix + "experts.gate_up_proj"] = (self.num_experts, 2 * inner, hidden)
+            shapes[prefix + "experts.down_proj"] = (self.num_experts, hidden, inner)
+            return shapes
+        for part in [f"experts.{index}." for index in range(self.num_experts)] or [""]:
+            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+                shapes[f"{prefix}{part}{name}_proj.weight"] = shape
+                if self.mlp_bias:
+                    shapes[f"{prefix}{part}{name}_proj.bias"] = shape[:1]
         return shapes
 
     def num_parameters(self) -> int:
@@ -178,20 +251,77 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
-    fields = _read_common(config)
     bias = _boolean(config, "attention_bias", False)
-    fields.update(qk_norm="head", qkv_bias=bias, o_bias=bias)
-    _refuse_sliding_window(config, fields["num_layers"], fields["max_position_embeddings"])
-    return fields
+    return _read_common(config) | {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
+
+
+def _read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = _boolean(config, "attention_bias", False)
+    values = _read_common(config, rope_theta=10000.0)
+    return values | {
+        "qk_norm": "none",
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": _boolean(config, "mlp_bias", False),
+    }
+
+
+def _read_mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("attention_bias", "mlp_bias"):
+        if _boolean(config, name, False):
+            raise ValueError(f"config.json: {name} must be false for mistral, which has no biases")
+    return _read_common(config, rope_theta=10000.0) | {"qk_norm": "none"}
+
+
+def _read_olmoe(config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = _boolean(config, "attention_bias", False)
+    values = _read_common(config, rope_theta=10000.0) | {"qk_norm": "full", "qkv_bias": bias, "o_bias": bias}
+    clip = config.get("clip_qkv")
+    if clip is not None and not _is_positive(clip):
+        raise ValueError(f"config.json: clip_qkv must be a positive number or null, not {clip!r}")
+    num_experts, per_token = _whole(config, "num_experts"), _whole(config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ValueError(f"config.json: num_experts_per_tok {per_token} must be at most num_experts {num_experts}")
+    return values | {
+        "clip_qkv": None if clip is None else float(clip),
+        "num_experts": num_experts,
+        "num_experts_per_token": per_token,
+        "norm_topk_prob": _boolean(config, "norm_topk_prob", False),
+    }
 
 
 # The architectures that are known: model_type to what turns its config.json into fields of the spec.
-_READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"qwen3": _read_qwen3}
+_READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "qwen3": _read_qwen3,
+    "mistral": _read_mistral,
+    "llama": _read_llama,
+    "olmoe": _read_olmoe,
+}
+
+# Fields of config.json that some reader looks at.
+CONFIG_FIELDS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "clip_qkv"),
+    *("num_experts", "num_experts_per_tok", "norm_topk_prob"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "use_sliding_window", "sliding_window", "max_window_layers"),
+    *("layer_types", "eos_token_id", "dtype", "torch_dtype", "quantization_config"),
+)
+
+# What config.json calls a field of the spec, where the names differ.
+_CONFIG_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "num_experts_per_token": "num_experts_per_tok",
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+}
 
 
-def _read_common(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that all architectures spell alike."""
-    fields: dict[str, Any] = {
+def _read_common(config: Mapping[str, Any], *, rope_theta: float | None = None) -> dict[str, Any]:
+    """Fields that all architectures spell alike; ``rope_theta`` is for old checkpoints that leave it out."""
+    values: dict[str, Any] = {
         "model_type": config["model_type"],
         "vocab_size": _whole(config, "vocab_size"),
         "hidden_size": _whole(config, "hidden_size"),
@@ -201,36 +331,36 @@ def _read_common(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": _whole(config, "max_position_embeddings"),
         "tie_word_embeddings": _boolean(config, "tie_word_embeddings", False),
     }
-    heads = fields["num_heads"]
+    heads = values["num_heads"]
     # An older config leaves out what it shares with plain multi-head attention.
-    fields["num_kv_heads"] = (
+    values["num_kv_heads"] = (
         heads if config.get("num_key_value_heads") is None else _whole(config, "num_key_value_heads")
     )
-    if heads % fields["num_kv_heads"]:
+    if heads % values["num_kv_heads"]:
         raise ValueError(
             f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads "
-            f"{fields['num_kv_heads']}"
+            f"{values['num_kv_heads']}"
         )
     if config.get("head_dim") is not None:
-        fields["head_dim"] = _whole(config, "head_dim")
-    elif fields["hidden_size"] % heads:
+        values["head_dim"] = _whole(config, "head_dim")
+    elif values["hidden_size"] % heads:
         raise ValueError(
-            f"config.json: head_dim is missing and hidden_size {fields['hidden_size']} is not a multiple of "
+            f"config.json: head_dim is missing and hidden_size {values['hidden_size']} is not a multiple of "
             f"num_attention_heads {heads}"
         )
     else:
-        fields["head_dim"] = fields["hidden_size"] // heads
-    if fields["head_dim"] % 2:
-        raise ValueError(f"config.json: head_dim must be even, not {fields['head_dim']}")
+        values["head_dim"] = values["hidden_size"] // heads
+    if values["head_dim"] % 2:
+        raise ValueError(f"config.json: head_dim must be even, not {values['head_dim']}")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json: hidden_act must be silu, not {config['hidden_act']!r}")
     eps = config.get("rms_norm_eps")
     if not _is_positive(eps):
         raise ValueError(f"config.json: rms_norm_eps must be a positive number, not {eps!r}")
-    fields["rms_norm_eps"] = float(config["rms_norm_eps"])
-    fields["rope_theta"] = _rope_theta(config)
-    fields["dtype"] = _dtype(config)
-    return fields
+    values["rms_norm_eps"] = float(config["rms_norm_eps"])
+    values["rope_theta"] = _rope_theta(config, rope_theta)
+    values["dtype"] = _dtype(config)
+    return values
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:
@@ -255,7 +385,7 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
+def _rope_theta(config: Mapping[str, Any], default: float | None) -> float:
     theta = config.get("rope_theta")
     for field in ("rope_parameters", "rope_scaling"):
         rope = config.get(field)
@@ -274,6 +404,7 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
         if theta is not None and nested != theta:
             raise ValueError(f"config.json: rope_theta {theta!r} contradicts {field}.rope_theta {nested!r}")
         theta = nested
+    theta = default if theta is None else theta
     if theta is None:
         raise ValueError("config.json: rope_theta is missing (also from rope_parameters)")
     if not _is_positive(theta):
@@ -294,7 +425,9 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int, max_positions: int) -> None:
+def _refuse_sliding_window(
+    config: Mapping[str, Any], num_layers: int, max_positions: int, max_seq_len: int | None
+) -> None:
     """A window is refused if some layer has one that is shorter than the longest text."""
     kinds = config.get("layer_types")
     if kinds is not None:
@@ -303,19 +436,26 @@ def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int, max_posit
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
                 raise ValueError(f"config.json: layer_types holds {kind!r}, which is not supported")
-    if not _boolean(config, "use_sliding_window", False) or config.get("sliding_window") is None:
+    switch = _boolean(config, "use_sliding_window", False)
+    if config.get("sliding_window") is None:
         return
     window = _whole(config, "sliding_window")
-    if kinds is not None:
-        slides = "sliding_attention" in kinds
+    if config["model_type"] != "qwen3":
+        # Only Qwen chooses by a switch and by layers; elsewhere a window that is there is meant.
+        slides = True
+    elif kinds is not None:
+        slides = switch and "sliding_attention" in kinds
     else:
         first = config.get("max_window_layers")
-        slides = isinstance(first, bool) or not isinstance(first, int) or first < num_layers
-    if slides and window < max_positions:
-        raise ValueError(
-            f"config.json: use_sliding_window with sliding_window {window} is not supported: it is shorter than "
-            f"max_position_embeddings {max_positions}"
+        slides = switch and (isinstance(first, bool) or not isinstance(first, int) or first < num_layers)
+    longest = max_positions if max_seq_len is None else max_seq_len
+    if slides and window < longest:
+        reason = (
+            f"max_position_embeddings {max_positions}; max_seq_len={window} would keep every text within it"
+            if max_seq_len is None
+            else f"max_seq_len {max_seq_len}"
         )
+        raise ValueError(f"config.json: sliding_window {window} is not supported, because it is shorter than {reason}")
 
 
 def _eos_token_ids(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,18 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Buffers that old checkpoints hold beside their parameters: tables that follow from config.json, causal masks.
+IGNORED_BUFFERS = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+    r"|model\.layers\.\d+\.(self_attn|attn)\.(bias|masked_bias)"
+)
+# The experts of a layer in two tensors, as transformers saves them with save_original_format=False.
+FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
 # Rows of a tied head that are compared with the embedding at a time.
 COMPARED_ROWS = 16384
+
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -53,32 +65,45 @@ def load_decoder(
     """The decoder of a checkpoint folder: ``config.json``, ``generation_config.json`` and safetensors files.
 
     The weights are one ``model.safetensors`` or the shards that ``model.safetensors.index.json`` names. They are
-    streamed tensor by tensor into the decoder's own memory, rounded to ``dtype`` (``None``: the config's).
+    streamed tensor by tensor into the decoder's own memory, rounded to ``dtype`` (``None``: the config's), so that
+    host memory holds the model and one tensor at most. Experts may be stored one by one or fused by layer.
 
     Raises:
         ValueError: the configuration is malformed or not supported; names the file and the field.
         CheckpointError: the tensors are not exactly those of the architecture; lists every violation.
     """
     folder = Path(folder)
-    spec = ModelSpec.from_folder(folder)
+    spec = ModelSpec.from_folder(folder, max_seq_len=max_positions)
     stored = check_checkpoint(folder, spec)
     decoder = Decoder(spec, numerics=numerics, dtype=dtype, device=device, max_positions=max_positions)
     targets = decoder.tensors()
     assert {name: tuple(t.shape) for name, t in targets.items()} == spec.parameter_shapes()
     by_file: dict[str, list[str]] = {}
-    for name in targets:
-        by_file.setdefault(stored[name].file, []).append(name)
+    for name, tensor in stored.items():
+        by_file.setdefault(tensor.file, []).append(name)
     for file, names in by_file.items():
         with safe_open(folder / file, framework="pt") as reader:
             for name in names:
-                targets[name].copy_(reader.get_tensor(name))
+                if name in targets:
+                    targets[name].copy_(reader.get_tensor(name))
+                elif (fused := FUSED_EXPERTS.fullmatch(name)) is not None:
+                    _copy_experts(reader.get_slice(name), targets, *fused.groups())
     return decoder
 
 
-def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _StoredTensor]:
-    """Compare the headers of a folder's files with ``spec``; where each tensor lies, if they agree.
+def _copy_experts(fused: Any, targets: Mapping[str, torch.Tensor], prefix: str, part: str) -> None:
+    """Copy a layer's fused experts, one at a time, to where each expert's own tensors lie."""
+    names = ("gate", "up") if part == "gate_up" else ("down",)
+    for expert in range(fused.get_shape()[0]):
+        for name, tensor in zip(names, fused[expert].chunk(len(names)), strict=True):
+            targets[f"{prefix}{expert}.{name}_proj.weight"].copy_(tensor)
 
-    A model with a tied head may store it all the same, provided that it equals the embedding.
+
+def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _StoredTensor]:
+    """Compare the headers of a folder's files with ``spec``; where each tensor of the model lies, if they agree.
+
+    A model with a tied head may store it all the same, provided that it equals the embedding. Buffers of
+    ``IGNORED_BUFFERS`` are left out of the result.
 
     Raises:
         CheckpointError: listing every violation.
@@ -87,6 +112,13 @@ def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _Store
     violations: list[str] = []
     expected = spec.parameter_shapes()
     stored, unreadable = _read_headers(folder, expected, violations)
+    ignored = [name for name in stored if name not in expected and IGNORED_BUFFERS.fullmatch(name)]
+    if ignored:
+        logger.info("%s: %d buffers of an old checkpoint ignored, %s first", folder, len(ignored), ignored[0])
+    for name in ignored:
+        del stored[name]
+    if spec.num_experts and any(FUSED_EXPERTS.fullmatch(name) for name in (*stored, *unreadable)):
+        expected = spec.parameter_shapes(fused_experts=True)
     optional = {HEAD: expected[EMBEDDING]} if spec.tie_word_embeddings else {}
     violations += [f"tensor {name} is missing" for name in expected if name not in stored and name not in unreadable]
     for name, tensor in stored.items():

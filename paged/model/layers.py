@@ -4,7 +4,7 @@ Sizes come from a ``ModelSpec`` alone. A rank's part of a sharded model is built
 narrower MLP; what ranks exchange is added from outside, by replacing a module (an attention's ``output``, an MLP's
 ``down``) with one that communicates. ``tensors`` names the weights as checkpoints do.
 
-Shapes: T rows of the step, N outputs and K inputs of a product, H query heads, D head size.
+Shapes: T rows of the step, N outputs and K inputs of a product, H query heads, D head size, E experts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from paged.kernels.activation import silu_mul
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.linear import linear
+from paged.kernels.moe import route, run_experts
 from paged.kernels.norm import rms_norm
 from paged.kernels.numerics import Numerics
 from paged.kernels.rope import apply_rope
@@ -133,6 +134,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.unflatten(-1, (-1, self.q_width)))
             k = self.k_norm(k.unflatten(-1, (-1, self.k_width)))
+        if spec.clip_qkv is not None:
+            q, k, v = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q, k, v))
         num_rows = x_TN.shape[0]
         q_THD = apply_rope(q.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
         k_TKD = apply_rope(k.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
@@ -155,8 +158,9 @@ class MLP(nn.Module):
         size = spec.intermediate_size
         parts = ((f"{prefix}gate_proj", size), (f"{prefix}up_proj", size))
         out_parts = ((f"{prefix}down_proj", spec.hidden_size),)
-        self.gate_up = Linear(parts, spec.hidden_size, placement)
-        self.down = Linear(out_parts, size, placement, k_segments=placement.numerics.k_segments)
+        self.gate_up = Linear(parts, spec.hidden_size, placement, bias=spec.mlp_bias)
+        segments = placement.numerics.k_segments
+        self.down = Linear(out_parts, size, placement, bias=spec.mlp_bias, k_segments=segments)
 
     def forward(self, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
@@ -168,8 +172,39 @@ class MLP(nn.Module):
         yield from self.down.tensors()
 
 
+class MoE(nn.Module):
+    """A router and its experts, each a gated MLP; all experts of the layer stand in two weights."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, placement: Placement) -> None:
+        super().__init__()
+        self.spec = spec
+        self.prefix = prefix
+        self.numerics = placement.numerics
+        num_experts, size, hidden = spec.num_experts, spec.intermediate_size, spec.hidden_size
+        self.router = Linear(((f"{prefix}gate", num_experts),), hidden, placement)
+        self.gate_up_EIN = placement.weight(num_experts, 2 * size, hidden)
+        self.down_ENI = placement.weight(num_experts, hidden, size)
+
+    def forward(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]."""
+        spec = self.spec
+        logits_TE = self.router(x_TN)
+        experts_TC, weights_TC = route(logits_TE, spec.num_experts_per_token, normalize=spec.norm_topk_prob)
+        weights = (weights_TC, self.gate_up_EIN, self.down_ENI)
+        segments = self.numerics.k_segments
+        return run_experts(x_TN, experts_TC, *weights, numerics=self.numerics, k_segments=segments)
+
+    def tensors(self) -> NamedTensors:
+        """The router's weight, then each expert's three as views, by checkpoint name."""
+        yield from self.router.tensors()
+        for expert in range(self.spec.num_experts):
+            gate_IN, up_IN = self.gate_up_EIN[expert].chunk(2)
+            for name, weight in (("gate", gate_IN), ("up", up_IN), ("down", self.down_ENI[expert])):
+                yield f"{self.prefix}experts.{expert}.{name}_proj.weight", weight
+
+
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each after a norm and added to the residual stream."""
+    """One decoder layer: attention and MLP (or experts), each after a norm and added to the residual stream."""
 
     def __init__(self, spec: ModelSpec, index: int, placement: Placement) -> None:
         super().__init__()
@@ -178,7 +213,7 @@ class Layer(nn.Module):
         self.input_norm = RMSNorm(f"{prefix}input_layernorm", size, eps, placement)
         self.attention = Attention(spec, f"{prefix}self_attn.", placement)
         self.mlp_norm = RMSNorm(f"{prefix}post_attention_layernorm", size, eps, placement)
-        self.mlp = MLP(spec, f"{prefix}mlp.", placement)
+        self.mlp = (MoE if spec.num_experts else MLP)(spec, f"{prefix}mlp.", placement)
 
     def forward(
         self, x_TN: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, layout: BatchLayout, cache: LayerCache

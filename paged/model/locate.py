@@ -1,10 +1,38 @@
-"""Where a checkpoint lies: the embedded model, a folder, or a snapshot in the local Hub cache."""
+"""Where a checkpoint lies (the embedded model, a folder, or a snapshot in the local Hub cache), and what it is."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from paged.core.model_spec import ModelSpec
+
 EMBEDDED = {"tiny": Path(__file__).resolve().parent.parent / "assets" / "tiny"}
+
+
+def find_model(
+    model: str | Path, named: ModelSpec | None = None, *, need_weights: bool = True, max_seq_len: int | None = None
+) -> tuple[Path | None, ModelSpec]:
+    """A model's folder and its description; nothing is downloaded.
+
+    Args:
+        model: as for ``checkpoint_folder``.
+        named: what the model should be. A checkpoint must agree with it; without weights it stands alone.
+        need_weights: whether the checkpoint must be there; it must be anyway if nothing is ``named``.
+        max_seq_len: most tokens of a text, see ``ModelSpec.from_config``.
+
+    Returns:
+        The folder, or None for a Hub id that is not in the local cache and is not needed; and the spec.
+
+    Raises:
+        ValueError: the checkpoint is not there, not supported, or not the model that is named.
+    """
+    if named is not None and not need_weights:
+        return _local_folder(model), named
+    folder = checkpoint_folder(model)
+    spec = ModelSpec.from_folder(folder, max_seq_len=max_seq_len)
+    if named is not None:
+        named.check_agrees(spec)
+    return folder, spec
 
 
 def checkpoint_folder(model: str | Path) -> Path:
@@ -16,6 +44,16 @@ def checkpoint_folder(model: str | Path) -> Path:
     Raises:
         ValueError: there is no such thing; the sentence says how to get it.
     """
+    folder = _local_folder(model)
+    if folder is None:
+        raise ValueError(
+            f"model.path {model} is neither a folder nor in the local Hub cache; `hf download {model}` gets it"
+        )
+    return folder
+
+
+def _local_folder(model: str | Path) -> Path | None:
+    """The folder, or None for what may be a Hub id that is not in the local cache."""
     if str(model) in EMBEDDED:
         return EMBEDDED[str(model)]
     folder = Path(model).expanduser()
@@ -34,6 +72,4 @@ def checkpoint_folder(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        raise ValueError(
-            f"model.path {model} is neither a folder nor in the local Hub cache; `hf download {model}` gets it"
-        ) from None
+        return None

@@ -89,6 +89,25 @@ def test_fault_2_is_seen_where_it_is_there() -> None:
     assert max(abs(ours - theirs) for ours, theirs in zip(scored, decoded, strict=True)) < 1e-3
 
 
+# Fault 3 (also tests/engine/test_invariance.py, every setting)
+
+OLMOE = replace(SPEC, model_type="olmoe", qk_norm="full", num_experts=6, num_experts_per_token=3, intermediate_size=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fault_3_a_mixture_of_experts_gives_a_warm_prefix_the_bits_of_a_cold_one(dtype: torch.dtype) -> None:
+    """A rerun over a cached prefix computes fewer rows, so its experts saw other batches, and its tokens differed."""
+    engine = make_engine(random_decoder(INVARIANT, dtype, OLMOE))
+    logits = record_logits(engine)
+    cold = only(drive(engine, [Arrival("cold", PROMPT, SEEDED)]).outputs)
+    warm = only(drive(engine, [Arrival("warm", PROMPT, SEEDED)]).outputs)
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 36)
+    assert essence(warm) == essence(cold)
+    positions = logits["cold", 0].keys()
+    assert positions == logits["warm", 0].keys()
+    assert all(torch.equal(logits["cold", 0][p], logits["warm", 0][p]) for p in positions)
+
+
 # Faults 5 and 6
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine_tools import (
     INVARIANT,
     SEEDED,
     SMALL_TILES,
+    SPEC,
     Arrival,
     Drive,
     alone,
@@ -32,8 +33,10 @@ from engine_tools import (
     with_fields,
 )
 from paged import CompletionOutput
+from paged.core.model_spec import ModelSpec
 from paged.core.policy import Watermark
 from paged.core.request import SamplingParams
+from paged.kernels import moe
 from paged.kernels.numerics import Numerics
 from paged.model import layers
 
@@ -189,6 +192,109 @@ def test_logprobs_do_not_hang_on_what_else_is_reported() -> None:
     assert asking.behavior_logprobs == plain.behavior_logprobs
 
 
+# Other families
+
+SIZES = {"num_experts": 6, "num_experts_per_token": 3, "intermediate_size": 16}
+FAMILY_SPECS = {
+    "mistral": replace(SPEC, model_type="mistral", qk_norm="none"),
+    "olmoe": replace(SPEC, model_type="olmoe", qk_norm="full", clip_qkv=1.5, **SIZES),
+}
+
+
+@pytest.mark.parametrize("params_name", PARAMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("family", FAMILY_SPECS)
+def test_other_families_are_as_invariant(family: str, name: str, dtype: torch.dtype, params_name: str) -> None:
+    """Rows that choose the same expert share its tiles, in numbers that change with the company: no bit may."""
+    decoder = random_decoder(INVARIANT, dtype, FAMILY_SPECS[family])
+    assert_same_bits(name, params_name, decoder=decoder)
+    assert len(set(run_alone(params_name, decoder=decoder)[0].token_ids)) > 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random way to run a few requests on one of a few random OLMoE models."""
+
+    spec: ModelSpec
+    seed: int
+    limits: dict[str, Any]
+    arrivals: list[Arrival]
+
+
+def random_case(number: int) -> Case:
+    rng = random.Random(number)
+    experts = rng.choice([(2, 1), (4, 2), (8, 3)])
+    spec = replace(
+        FAMILY_SPECS["olmoe"],
+        hidden_size=16,
+        intermediate_size=8,
+        num_heads=2,
+        num_kv_heads=rng.choice([1, 2]),
+        num_experts=experts[0],
+        num_experts_per_token=experts[1],
+        norm_topk_prob=rng.random() < 0.5,
+        clip_qkv=rng.choice([None, 1.0]),
+    )
+    block_size = rng.choice([2, 4, 8])
+    limits = {
+        "chunk_size": rng.choice([1, 2, 3, 5, 64]),
+        "max_step_tokens": rng.choice([8, 16, 64]),
+        "max_num_seqs": rng.choice([1, 2, 4, 8]),
+        "block_size": block_size,
+        # Enough for the longest text, or for a few.
+        "num_blocks": rng.choice([24 // block_size, 40]),
+        "depth": rng.choice([1, 2]),
+    }
+    arrivals = []
+    for index in range(rng.randint(1, 5)):
+        params = with_fields(GREEDY, max_tokens=rng.randint(1, 8))
+        arrivals.append(Arrival(f"r{index}", random_prompt(rng, 1, 14), params, rng.randint(0, 4)))
+    return Case(spec, rng.randrange(4), limits, arrivals)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_olmoe_fast_equals_invariant_in_400_random_configurations(block: int) -> None:
+    """fp64 models with a router in fp32: tokens identical, logits within 1e-5. The two are run in different company."""
+    drift, num_tokens, num_preemptions, num_batches = 0.0, 0, 0, 0
+    for number in range(50 * block, 50 * block + 50):
+        case = random_case(number)
+        fast = make_engine(random_decoder(FAST, torch.float64, case.spec, case.seed), **case.limits)
+        exact = make_engine(random_decoder(INVARIANT, torch.float64, case.spec, case.seed), max_num_seqs=8)
+        logits, expected_logits = record_logits(fast), record_logits(exact)
+        outputs = drive(fast, case.arrivals).outputs
+        expected = drive(exact, [replace(arrival, at_step=0) for arrival in case.arrivals]).outputs
+        for key, output in outputs.items():
+            assert output.token_ids == expected[key].token_ids, number
+            num_tokens += len(output.token_ids)
+            first = len(output.prompt_token_ids)
+            for position in range(first, first + len(output.token_ids)):
+                apart = (logits[key][position] - expected_logits[key][position]).abs().max().item()
+                drift = max(drift, apart)
+        num_preemptions += int(fast.metrics()["preemptions"])
+        num_batches += len(case.arrivals) > 1
+    assert drift < 1e-5
+    assert num_tokens > 400
+    assert num_preemptions > 0
+    assert num_batches > 25
+
+
+def test_the_comparison_of_fast_and_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: one expert too few in `fast` is seen at once."""
+    case = random_case(1)
+    route = layers.route
+    engines = [
+        make_engine(random_decoder(numerics, torch.float64, FAMILY_SPECS["olmoe"])) for numerics in (FAST, INVARIANT)
+    ]
+    expected = record_logits(engines[1])
+    drive(engines[1], case.arrivals)
+    monkeypatch.setattr(layers, "route", lambda logits, count, **options: route(logits, count - 1, **options))
+    spoiled = record_logits(engines[0])
+    drive(engines[0], case.arrivals)
+    (position, logits_V), *_ = spoiled[case.arrivals[0].id, 0].items()
+    assert (logits_V - expected[case.arrivals[0].id, 0][position]).abs().max() > 1e-2
+
+
 # `fast`, and that the tests above can fail
 
 
@@ -208,13 +314,14 @@ def test_fast_and_invariant_agree_in_fp64() -> None:
     assert all((fast_logits[position] - exact_logits[position]).abs().max() < 1e-9 for position in exact_logits)
 
 
-def find_differences(dtype: torch.dtype, numerics: Numerics) -> int:
+def find_differences(dtype: torch.dtype, numerics: Numerics, spec: ModelSpec = SPEC) -> int:
     """Positions at which the harness finds other logits than alone, over a few settings."""
-    alone_result, expected_logits = run(Setting(0), GREEDY, dtype=dtype, numerics=numerics)
+    decoder = random_decoder(numerics, dtype, spec)
+    alone_result, expected_logits = run(Setting(0), GREEDY, decoder=decoder)
     expected = only(alone_result.outputs)
     count = 0
     for name in ("3 others, chunk 2", "7 others, chunk 5", "7 others, chunk 64"):
-        result, logits = run(SETTINGS[name], GREEDY, dtype=dtype, numerics=numerics)
+        result, logits = run(SETTINGS[name], GREEDY, decoder=decoder)
         same_tokens = expected.token_ids == result.outputs[("victim", 0)].token_ids
         count += len(differing_logits(expected, expected_logits, logits)) if same_tokens else 1
     return count
@@ -254,6 +361,24 @@ def test_the_harness_finds_a_linear_that_hangs_on_the_batch(
     monkeypatch.setattr(layers, "linear", planted)
     assert find_differences(torch.float32, INVARIANT) > 0
     assert calls > 0
+
+
+@pytest.mark.parametrize("fault", [batched_linear, batch_dependent_linear])
+def test_the_harness_finds_experts_that_hang_on_who_chose_them(
+    fault: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted in the experts alone: all other products keep their tiles."""
+    spec = replace(FAMILY_SPECS["olmoe"], hidden_size=128, intermediate_size=128)
+    calls: list[int] = []
+
+    def planted(x_TK: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(x_TK.shape[0])
+        return fault(x_TK, *args, **kwargs)
+
+    assert find_differences(torch.float32, INVARIANT, spec) == 0
+    monkeypatch.setattr(moe, "linear", planted)
+    assert find_differences(torch.float32, INVARIANT, spec) > 0
+    assert {1, 2, 3, 4, 5} <= set(calls)
 
 
 # The cache's dtype

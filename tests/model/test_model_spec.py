@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paged.core.model_spec import ModelSpec
+from paged.core.model_spec import CONFIG_FIELDS, ModelSpec
 
 # Qwen3-8B's config.json, in the spelling of its release.
 QWEN3_8B: dict[str, Any] = {
@@ -55,6 +55,80 @@ def test_qwen3_8b_counts() -> None:
     assert norms == 308_224
     assert spec.dtype == "bfloat16"
     assert spec.qk_norm == "head"
+
+
+class Reads(dict[str, Any]):
+    """A config that remembers which of its fields were looked at."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def test_the_known_fields_are_those_that_are_read() -> None:
+    read: set[str] = set()
+    for fields in (
+        {"use_sliding_window": True, "sliding_window": 40960, "layer_types": None},
+        {"model_type": "mistral"},
+        {"model_type": "llama"},
+        {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    ):
+        config = Reads(changed(**fields))
+        ModelSpec.from_config(config)
+        read |= config.names
+    assert read == set(CONFIG_FIELDS)
+
+
+# A family's published config and its number of parameters.
+PUBLISHED = {
+    "Mistral-7B-v0.1": (
+        {"model_type": "mistral", "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000}
+        | {"sliding_window": 4096, "max_position_embeddings": 4096, "head_dim": ..., "eos_token_id": 2},
+        7_241_732_096,
+    ),
+    "Meta-Llama-3-8B": (
+        {"model_type": "llama", "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+        | {"rope_theta": 500000.0, "head_dim": ..., "eos_token_id": 128001, "max_position_embeddings": 8192},
+        8_030_261_248,
+    ),
+    "OLMoE-1B-7B-0924": (
+        {"model_type": "olmoe", "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 50304}
+        | {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": ...}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None}
+        | {"eos_token_id": 50279},
+        6_919_161_856,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts(name: str) -> None:
+    fields, count = PUBLISHED[name]
+    spec = ModelSpec.from_config(changed(**fields))
+    assert spec.num_parameters() == count
+    assert spec.kv_bytes_per_token(2) == 131_072
+    assert spec.head_dim == 128
+
+
+def test_rope_theta_of_old_llamas_is_implied() -> None:
+    assert ModelSpec.from_config(changed(model_type="llama", rope_theta=...)).rope_theta == 10000.0
+
+
+def test_another_model_is_named_by_its_fields() -> None:
+    spec = ModelSpec.from_config(QWEN3_8B)
+    spec.check_agrees(ModelSpec.from_config(changed(eos_token_id=7, torch_dtype="float32")))
+    other = ModelSpec.from_config(changed(num_hidden_layers=28, rope_theta=1e4))
+    with pytest.raises(ValueError, match=r"config\.json: .* num_hidden_layers 28 instead of 36, rope_theta") as error:
+        spec.check_agrees(other)
+    assert "\n" not in str(error.value)
 
 
 def test_both_spellings_agree() -> None:
@@ -116,7 +190,7 @@ REFUSED = [
     ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
     ({"rope_theta": ...}, "rope_theta is missing"),
     ({"rope_theta": -1}, "rope_theta must be a positive number"),
-    ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, "use_sliding_window"),
+    ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, "sliding_window 4096"),
     ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"layer_types": ["linear_attention"] * 36}, "layer_types holds 'linear_attention'"),
@@ -177,6 +251,11 @@ def test_windows_that_do_not_bite_are_accepted(fields: dict[str, Any]) -> None:
         ({"dtype": "int8"}, "dtype"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"eos_token_ids": (9,)}, "eos_token_ids"),
+        ({"clip_qkv": 0.0}, "clip_qkv"),
+        ({"num_experts": -1}, "num_experts"),
+        ({"num_experts": 4}, "num_experts_per_token must be 1 to num_experts 4, not 0"),
+        ({"num_experts_per_token": 1}, "num_experts_per_token"),
+        ({"num_experts": 4, "num_experts_per_token": 2, "mlp_bias": True}, "mlp_bias"),
     ],
 )
 def test_direct_construction_is_checked(fields: dict[str, Any], message: str) -> None:
