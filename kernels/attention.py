@@ -34,7 +34,7 @@ class BatchLayout:
     Attributes:
         starts, lengths, offsets: one number a sequence, on the host.
         positions_T: int64, position of each row.
-        slots_T: int64, where each row's keys and values are stored: block * block_size + offset.
+        cells_T: int64, where each row's keys and values are stored: block * block_size + offset.
         last_rows_B: int64, index of each sequence's last row.
         block_tables_BN: int32 [B, max_blocks]; entries beyond a sequence's blocks are never read.
         block_size: tokens in a block.
@@ -44,7 +44,7 @@ class BatchLayout:
     lengths: tuple[int, ...]
     offsets: tuple[int, ...]
     positions_T: torch.Tensor
-    slots_T: torch.Tensor
+    cells_T: torch.Tensor
     last_rows_B: torch.Tensor
     block_tables_BN: torch.Tensor
     block_size: int
@@ -88,7 +88,7 @@ class BatchLayout:
             lengths=tuple(length_B.tolist()),
             offsets=tuple(offset_B.tolist()),
             positions_T=position,
-            slots_T=block * block_size + position % block_size,
+            cells_T=block * block_size + position % block_size,
             last_rows_B=last,
             block_tables_BN=tables_BN,
             block_size=block_size,
@@ -100,11 +100,11 @@ class BatchLayout:
         return self.offsets[-1] + self.lengths[-1]
 
     def key_rows(self, sequence_N: torch.Tensor, position_NP: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """Rows of a cache seen as [slots * K, D]: int64 [N, K, P] for P positions of each of N sequences."""
+        """Rows of a cache seen as [cells * K, D]: int64 [N, K, P] for P positions of each of N sequences."""
         block_NP = self.block_tables_BN[sequence_N[:, None], position_NP // self.block_size].to(torch.int64)
-        slot_NP = block_NP * self.block_size + position_NP % self.block_size
+        cell_NP = block_NP * self.block_size + position_NP % self.block_size
         head_K1 = torch.arange(num_kv_heads, device=position_NP.device)[:, None]
-        return slot_NP[:, None] * num_kv_heads + head_K1
+        return cell_NP[:, None] * num_kv_heads + head_K1
 
 
 def attention(

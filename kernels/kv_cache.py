@@ -1,7 +1,7 @@
-"""Keys and values in blocks: storing a step's rows by slot and reading rows back.
+"""Keys and values in blocks: storing a step's rows by cell and reading rows back.
 
-Contract, with T rows, K kv heads, D head size, S slots: a cache tensor is [num_blocks, block_size, K, D], contiguous;
-slot = block * block_size + offset. A cache of fp8 e4m3 carries one fp32 scale for each token and kv head.
+Contract, with T rows, K kv heads, D head size, N rows read: a cache tensor is [num_blocks, block_size, K, D], contiguous;
+cell = block * block_size + offset. A cache of fp8 e4m3 carries one fp32 scale for each token and kv head.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class LayerCache:
         return self.key.shape[3]
 
 
-def store(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, slot_T: torch.Tensor) -> None:
-    """Write row t of keys and values to slot ``slot_T[t]`` (int64, distinct), rounded to the cache's dtype."""
-    shape = (slot_T.shape[0], cache.num_kv_heads, cache.head_dim)
+def store(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, cell_T: torch.Tensor) -> None:
+    """Write row t of keys and values to cell ``cell_T[t]`` (int64, distinct), rounded to the cache's dtype."""
+    shape = (cell_T.shape[0], cache.num_kv_heads, cache.head_dim)
     assert key_TKD.shape == value_TKD.shape == shape, (key_TKD.shape, value_TKD.shape, shape)
-    assert slot_T.dtype == torch.int64
-    _store(cache.key, cache.key_scale, key_TKD, slot_T)
-    _store(cache.value, cache.value_scale, value_TKD, slot_T)
+    assert cell_T.dtype == torch.int64
+    _store(cache.key, cache.key_scale, key_TKD, cell_T)
+    _store(cache.value, cache.value_scale, value_TKD, cell_T)
 
 
 def read_keys(cache: LayerCache, row_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys [N, D] in ``dtype``, contiguous; row = slot * K + kv head, in whatever order the caller wants them."""
+    """Keys [N, D] in ``dtype``, contiguous; row = cell * K + kv head, in whatever order the caller wants them."""
     return _read(cache.key, cache.key_scale, row_N, dtype)
 
 
@@ -73,18 +73,18 @@ def read_values(cache: LayerCache, row_N: torch.Tensor, dtype: torch.dtype) -> t
     return _read(cache.value, cache.value_scale, row_N, dtype)
 
 
-def _store(cache: torch.Tensor, scale: torch.Tensor | None, x_TKD: torch.Tensor, slot_T: torch.Tensor) -> None:
+def _store(cache: torch.Tensor, scale: torch.Tensor | None, x_TKD: torch.Tensor, cell_T: torch.Tensor) -> None:
     if scale is None:
-        cache.flatten(0, 1).index_copy_(0, slot_T, x_TKD.to(cache.dtype))
+        cache.flatten(0, 1).index_copy_(0, cell_T, x_TKD.to(cache.dtype))
         return
     wide_TKD = x_TKD.float()
     # The smallest normal number keeps a head of zeros from a division by zero; a NaN passes through.
     scale_TK = (wide_TKD.abs().amax(-1) / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    scale.flatten(0, 1).index_copy_(0, slot_T, scale_TK)
+    scale.flatten(0, 1).index_copy_(0, cell_T, scale_TK)
     # A quotient may round up to just beyond the largest number, which the cast would turn into NaN.
     quotient_TKD = (wide_TKD / scale_TK[..., None]).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype)
     # Indexing is not defined on fp8 everywhere; bytes are.
-    cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slot_T, quotient_TKD.view(torch.uint8))
+    cache.view(torch.uint8).flatten(0, 1).index_copy_(0, cell_T, quotient_TKD.view(torch.uint8))
 
 
 def _read(cache: torch.Tensor, scale: torch.Tensor | None, row_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

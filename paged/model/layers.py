@@ -139,7 +139,7 @@ class Attention(nn.Module):
         num_rows = x_TN.shape[0]
         q_THD = apply_rope(q.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
         k_TKD = apply_rope(k.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
-        store(cache, k_TKD, v.reshape(num_rows, -1, spec.head_dim), layout.slots_T)
+        store(cache, k_TKD, v.reshape(num_rows, -1, spec.head_dim), layout.cells_T)
         out_THD = attention(q_THD, cache, layout, scale=spec.head_dim**-0.5, numerics=self.numerics)
         return self.output(out_THD.flatten(1))
 

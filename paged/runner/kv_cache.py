@@ -67,9 +67,9 @@ class KVCache:
             raise ValueError(f"length {length} exceeds the {len(block_table)} blocks of the table")
         position_T = torch.arange(length, device=self.device)
         table = torch.as_tensor(block_table, dtype=torch.int64, device=self.device)
-        slot_T = table[position_T // self.block_size] * self.block_size + position_T % self.block_size
+        cell_T = table[position_T // self.block_size] * self.block_size + position_T % self.block_size
         num_heads = cache.num_kv_heads
-        row_TK = slot_T[:, None] * num_heads + torch.arange(num_heads, device=self.device)
+        row_TK = cell_T[:, None] * num_heads + torch.arange(num_heads, device=self.device)
         dtype = torch.float32 if self.dtype == FP8 else self.dtype
         shape = (length, num_heads, cache.head_dim)
         return (

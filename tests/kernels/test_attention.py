@@ -49,7 +49,7 @@ class Paged:
             self.tables[i, :count], blocks = blocks[:count], blocks[count:]
         for i, text in enumerate(texts):
             layout = BatchLayout.build([0], [text.length], self.tables[[i]], block_size)
-            store(self.cache, text.k, text.v, layout.slots_T)
+            store(self.cache, text.k, text.v, layout.cells_T)
 
     def attend(self, chunks: list[tuple[int, int, int]], numerics: Numerics = INVARIANT) -> list[torch.Tensor]:
         """Outputs of one step of chunks (text, start, length)."""
@@ -170,9 +170,9 @@ def test_layout_matches_a_loop() -> None:
                 row += 1
             assert layout.last_rows_B[b] == row - 1
         assert layout.positions_T.tolist() == positions
-        assert layout.slots_T.tolist() == slots
+        assert layout.cells_T.tolist() == slots
         assert layout.num_rows == row
-        assert layout.positions_T.dtype == layout.slots_T.dtype == torch.int64
+        assert layout.positions_T.dtype == layout.cells_T.dtype == torch.int64
         assert layout.block_tables_BN.dtype == torch.int32
 
 

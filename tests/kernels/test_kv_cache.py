@@ -29,7 +29,7 @@ def test_gather_returns_what_was_stored(dtype: torch.dtype, block_size: int) -> 
         for start, length in ((0, 6), (6, 1), (7, 6)):
             layout = BatchLayout.build([start], [length], table[None], block_size)
             rows = slice(start, start + length)
-            store(cache.layers[1], (i + 1) * k[rows], (i + 1) * v[rows], layout.slots_T)
+            store(cache.layers[1], (i + 1) * k[rows], (i + 1) * v[rows], layout.cells_T)
     for i, table in enumerate(tables):
         for length in (1, 5, 13):
             got_k, got_v = cache.gather(1, table.tolist(), length)
@@ -73,7 +73,7 @@ def test_fp8_scales_follow_each_token_and_head() -> None:
     cache = KVCache(SPEC, 4, 4, dtype=FP8)
     k = numbers(12, 2, 8) * torch.logspace(-3, 3, 24).view(12, 2, 1)
     layout = BatchLayout.build([0], [12], [[2, 0, 3]], 4)
-    store(cache.layers[0], k, -k, layout.slots_T)
+    store(cache.layers[0], k, -k, layout.cells_T)
     got_k, got_v = cache.gather(0, [2, 0, 3], 12)
     largest = k.abs().amax(-1, keepdim=True)
     assert ((got_k - k).abs() <= k.abs() / 16 + largest * 2**-10 / 448).all()
