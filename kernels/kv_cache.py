@@ -1,7 +1,7 @@
 """Keys and values in blocks: storing a step's rows by cell and reading rows back.
 
-Contract, with T rows, K kv heads, D head size, N rows read: a cache tensor is [num_blocks, block_size, K, D], contiguous;
-cell = block * block_size + offset. A cache of fp8 e4m3 carries one fp32 scale for each token and kv head.
+Contract, with T rows, K kv heads, D head size, N rows read: a cache tensor is [num_blocks, block_size, K, D], and
+contiguous; cell = block * block_size + offset. A cache of fp8 e4m3 carries one fp32 scale for each token and kv head.
 """
 
 from __future__ import annotations

@@ -338,6 +338,35 @@ class Engine:
             self._undelivered.pop(request_id, None)
             self._streamed.discard(request_id)
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor] | Path | str) -> int:
+        """Replace the model's weights in place, all of them or none.
+
+        Steps in flight are finished first. Live requests keep the tokens they have and go on under the new weights,
+        their keys and values computed anew; blocks of the old weights are never reused.
+
+        Args:
+            weights: a state dict with Hugging Face names (any device, rounded to the engine's dtype), or the folder
+                of a checkpoint of the same model.
+
+        Returns:
+            the new weight version, counting up from 0.
+
+        Raises:
+            ValueError: the tensors are not exactly those of the model (all violations are listed). The old weights
+                serve on, as after any other failure.
+            NonFiniteLogitsError: a step in flight held a NaN; as for ``step``.
+        """
+        if not isinstance(self.executor, TorchRunner):
+            raise ValueError(f"weights cannot be loaded into a {type(self.executor).__name__}")
+        while self._held is not None or self.scheduler.num_in_flight:
+            self._collect()
+        with DeferredInterrupt():
+            self.executor.load_weights(weights)
+            self.scheduler.change_weights()
+            if self._log is not None:
+                self._log.change_weights(self.scheduler.weight_version)
+        return self.scheduler.weight_version
+
     def metrics(self) -> dict[str, int | float]:
         """Counts and sizes for a summary: tokens, steps, preemptions, the pool, peak device memory, start-up time."""
         counters = asdict(self.scheduler.counters)
@@ -366,21 +395,32 @@ class Engine:
         falls between steps or into the executor's work, which is then abandoned.
         """
         scheduler = self.scheduler
-        try:
+        with self._abandoning():
             if self._held is None:
                 while scheduler.num_in_flight < scheduler.config.depth and (plan := self._plan()) is not None:
                     self.executor.submit(plan)
-                self._held = self.executor.collect() if scheduler.num_in_flight else None
-            if self._held is not None:
-                with DeferredInterrupt():
-                    self._commit(self._held)
+        if self._held is not None or scheduler.num_in_flight:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the oldest step in flight, unless its result is held already, and take it in."""
+        with self._abandoning():
+            if self._held is None:
+                self._held = self.executor.collect()
+            with DeferredInterrupt():
+                self._commit(self._held)
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Give up whatever is in flight if it fails; sequences keep their committed tokens and start again."""
+        try:
+            yield
         except NonFiniteLogitsError:
             raise
         except BaseException:
-            # Whatever was in flight is lost; sequences keep their committed tokens and start again.
             self._held = None
             self.executor.abandon()
-            scheduler.abandon()
+            self.scheduler.abandon()
             if self._log is not None:
                 self._log.abandon()
             raise

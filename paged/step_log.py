@@ -18,7 +18,8 @@ class StepLog:
     Events, by the key ``event``, each with its time ``time_s`` on this process's monotonic clock: ``config`` (limits
     and policy), ``add`` (the samples of a request), ``abort``, ``plan`` (the columns, blocks started and appended,
     slots released, preemptions; ``step`` is null if there was nothing to do), ``commit`` (tokens, stop flags, and times
-    on the executor's clock), ``abandon``. The same calls on a fresh scheduler give the same plans.
+    on the executor's clock), ``weights`` (their version changed), ``abandon``. The same calls on a fresh scheduler give
+    the same plans.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,6 +76,10 @@ class StepLog:
             start_s=round(result.start_s, 6),
             end_s=round(result.end_s, 6),
         )
+
+    def change_weights(self, version: int) -> None:
+        """Other weights from here on; running sequences wait again."""
+        self._write("weights", version=version)
 
     def abandon(self) -> None:
         """All plans in flight dropped."""

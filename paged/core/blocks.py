@@ -86,6 +86,13 @@ class BlockPool:
         self._block_by_key[key] = block
         self._key_by_block[block] = key
 
+    def forget(self) -> None:
+        """Take back every key: what is cached becomes free, what is referenced can no longer be found."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._block_by_key.clear()
+        self._key_by_block.clear()
+
     def check_writable(self, blocks: Iterable[int]) -> None:
         """Refuse to write into shared or published blocks.
 

@@ -147,7 +147,6 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._preempted: list[tuple[str, int]] = []
-        self._salt = b"weights:0"
 
     # What is there
 
@@ -329,6 +328,21 @@ class Scheduler:
         assert sorted(taken + self._free_slots) == list(range(self.config.max_num_seqs)), "slots disagree"
         assert all(leader.status is Status.RUNNING for leader in self._leaders.values()), "a leader does not run"
 
+    def change_weights(self) -> None:
+        """Count up the weight version: nothing computed so far is used again.
+
+        Running sequences wait again, in order, with the tokens they have, and are computed anew when they are
+        admitted. To be called with no plan in flight.
+        """
+        assert not self._in_flight, "commit what is in flight before the weights change"
+        self.weight_version += 1
+        for sequence in reversed(self._running[:]):
+            self._evict(sequence)
+        for sequence in self._waiting:
+            sequence.keys = []
+            sequence.waits_for = None
+        self.pool.forget()
+
     # Planning
 
     def _plan_running(self, draft: _Draft) -> None:
@@ -497,6 +511,11 @@ class Scheduler:
                 break
             adopted.append(block)
         return adopted
+
+    @property
+    def _salt(self) -> bytes:
+        """What keys are chained from: blocks of other weights have other keys."""
+        return f"weights:{self.weight_version}".encode()
 
     def _extend_keys(self, sequence: Sequence) -> None:
         """Bring ``sequence.keys`` up to all full blocks of its committed tokens."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,17 @@ FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_
 # Rows of a tied head that are compared with the embedding at a time.
 COMPARED_ROWS = 16384
 
-
 logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
     """A checkpoint is not what its ``config.json`` describes; ``violations`` holds one sentence for each fault."""
 
-    def __init__(self, folder: Path, violations: list[str]) -> None:
+    def __init__(self, source: Path | str, violations: list[str]) -> None:
         self.violations = tuple(violations)
         lines = "\n".join(f"  {violation}" for violation in violations)
         noun = "violation" if len(violations) == 1 else "violations"
-        super().__init__(f"{folder} can't be loaded, {len(violations)} {noun}:\n{lines}")
+        super().__init__(f"{source} can't be loaded, {len(violations)} {noun}:\n{lines}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +77,92 @@ def load_decoder(
     decoder = Decoder(spec, numerics=numerics, dtype=dtype, device=device, max_positions=max_positions)
     targets = decoder.tensors()
     assert {name: tuple(t.shape) for name, t in targets.items()} == spec.parameter_shapes()
-    by_file: dict[str, list[str]] = {}
-    for name, tensor in stored.items():
-        by_file.setdefault(tensor.file, []).append(name)
-    for file, names in by_file.items():
-        with safe_open(folder / file, framework="pt") as reader:
-            for name in names:
-                if name in targets:
-                    targets[name].copy_(reader.get_tensor(name))
-                elif (fused := FUSED_EXPERTS.fullmatch(name)) is not None:
-                    _copy_experts(reader.get_slice(name), targets, *fused.groups())
+    for name, tensor in _read_tensors(folder, stored):
+        if name in targets:
+            targets[name].copy_(tensor)
+        del tensor  # before the next one is read
     return decoder
 
 
-def _copy_experts(fused: Any, targets: Mapping[str, torch.Tensor], prefix: str, part: str) -> None:
-    """Copy a layer's fused experts, one at a time, to where each expert's own tensors lie."""
+def update_decoder(decoder: Decoder, weights: Mapping[str, torch.Tensor] | Path | str) -> None:
+    """Write other weights into a decoder's memory, all of them or none.
+
+    Everything is checked before anything is written. The old weights are kept on the host while the new ones are
+    copied, and put back if that fails or is interrupted: host memory holds the model once more.
+
+    Args:
+        decoder: its tensors keep their addresses.
+        weights: tensors by Hugging Face name on any device, rounded to the decoder's dtype; or a checkpoint folder.
+
+    Raises:
+        ValueError: the folder's ``config.json`` describes another model.
+        CheckpointError: the tensors are not exactly those of the model; lists every violation.
+    """
+    spec = decoder.spec
+    if isinstance(weights, Mapping):
+        _check_tensors(weights, spec)
+        tensors: Iterable[tuple[str, torch.Tensor]] = weights.items()
+    else:
+        folder = Path(weights)
+        found = ModelSpec.from_folder(folder, max_seq_len=decoder.max_positions)
+        # The end tokens are the engine's affair, the dtype is converted.
+        if replace(found, eos_token_ids=spec.eos_token_ids, dtype=spec.dtype) != spec:
+            raise ValueError(f"{folder / 'config.json'} describes another model than the one that is loaded")
+        tensors = _read_tensors(folder, check_checkpoint(folder, spec))
+    targets = decoder.tensors()
+    old: dict[str, torch.Tensor] = {}
+    try:
+        for name, tensor in tensors:
+            if name in targets:
+                old[name] = targets[name].to("cpu", copy=True)
+                targets[name].copy_(tensor)
+            del tensor
+    except BaseException:
+        for name, tensor in old.items():
+            targets[name].copy_(tensor)
+        raise
+
+
+def _check_tensors(weights: Mapping[str, torch.Tensor], spec: ModelSpec) -> None:
+    expected = spec.parameter_shapes()
+    optional = {HEAD: expected[EMBEDDING]} if spec.tie_word_embeddings else {}
+    violations = [f"tensor {name} is missing" for name in expected if name not in weights]
+    for name, tensor in weights.items():
+        shape = expected.get(name, optional.get(name))
+        if shape is None:
+            violations.append(f"tensor {name} is not part of the model")
+        elif tuple(tensor.shape) != shape:
+            violations.append(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
+        elif not tensor.is_floating_point():
+            violations.append(f"tensor {name} has dtype {tensor.dtype}, not a floating one")
+    if not violations and HEAD in weights and HEAD in optional and not torch.equal(weights[HEAD], weights[EMBEDDING]):
+        violations.append(f"tensor {HEAD} differs from {EMBEDDING}, though the model ties them")
+    if violations:
+        raise CheckpointError("the state dict", violations)
+
+
+def _read_tensors(folder: Path, stored: Mapping[str, _StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that ``check_checkpoint`` found, one at a time, file by file; fused experts one by one."""
+    by_file: dict[str, list[str]] = {}
+    for name, place in stored.items():
+        by_file.setdefault(place.file, []).append(name)
+    for file, names in by_file.items():
+        with safe_open(folder / file, framework="pt") as reader:
+            for name in names:
+                if (fused := FUSED_EXPERTS.fullmatch(name)) is not None:
+                    yield from _split_experts(reader.get_slice(name), *fused.groups())
+                else:
+                    yield name, reader.get_tensor(name)
+
+
+def _split_experts(fused: Any, prefix: str, part: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """A layer's fused experts under the names of each expert's own tensors."""
     names = ("gate", "up") if part == "gate_up" else ("down",)
     for expert in range(fused.get_shape()[0]):
-        for name, tensor in zip(names, fused[expert].chunk(len(names)), strict=True):
-            targets[f"{prefix}{expert}.{name}_proj.weight"].copy_(tensor)
+        parts = list(fused[expert].chunk(len(names)))
+        for name in names:
+            # Handed over, not kept: the caller decides how long it lives.
+            yield f"{prefix}{expert}.{name}_proj.weight", parts.pop(0)
 
 
 def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _StoredTensor]:

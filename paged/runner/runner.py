@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from paged.kernels.sampling import (
     token_logprobs,
     top_logprobs,
 )
+from paged.model.checkpoint import update_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.text import TextStream, Tokenizer
@@ -146,6 +148,7 @@ class TorchRunner:
         self._num_blocks = [0] * max_num_seqs
         self._results: deque[StepResult] = deque()
         self.observe_logits: LogitsObserver | None = None
+        self.weight_version = 0
 
     def submit(self, plan: StepPlan) -> None:
         """Compute ``plan`` now; its result waits for ``collect``."""
@@ -155,6 +158,12 @@ class TorchRunner:
         """The oldest result."""
         return self._results.popleft()
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor] | Path | str) -> None:
+        """Replace the weights, all or none; see ``paged.model.checkpoint.update_decoder``. No plan may be in flight."""
+        assert not self._results, "collect what was submitted before the weights change"
+        update_decoder(self.decoder, weights)
+        self.weight_version += 1
+
     def abandon(self) -> None:
         """Forget results that were not collected, and all slots: later plans start sequences anew."""
         self._results.clear()
@@ -163,6 +172,7 @@ class TorchRunner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:
         start_s = time.perf_counter()
+        assert plan.weight_version == self.weight_version, (plan.weight_version, self.weight_version)
         self._apply(plan)
         slots, starts, lengths = (np.asarray(column) for column in (plan.slots, plan.starts, plan.lengths))
         ends = np.cumsum(lengths)
