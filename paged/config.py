@@ -33,6 +33,13 @@ RESUMABLE_KEYS: Final = (
 """What may change when a run is resumed: under `invariant` numerics none of these touches a token."""
 
 
+_GIVEN: Final = {
+    "model.path": "a checkpoint folder, or a Hub id that is in the local cache",
+    "workload.path": "a file of prompts, one JSON object a line",
+}
+"""What a text that has no default must be."""
+
+
 class Device(Enum):
     """Where the model computes."""
 
@@ -365,7 +372,7 @@ def hydra_sentence(error: Exception) -> str:
 def _group(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     group = values.get(key)
     if not isinstance(group, dict):
-        raise UserError(f"{key} must hold keys and values, not {group!r}")
+        raise UserError(f"{key} must hold keys and values, not {_shown(group)}")
     return group
 
 
@@ -374,7 +381,7 @@ def _choose(schemas: Mapping[str, type], values: Mapping[str, Any], key: str) ->
     group = values.get(key)
     name = group.get("name") if isinstance(group, dict) else group
     if not isinstance(group, dict) or not isinstance(name, str) or name not in schemas:
-        raise UserError(f"{key} must be one of {', '.join(schemas)}, not {name!r}")
+        raise UserError(f"{key} must be one of {', '.join(schemas)}, not {_shown(name)}")
     return _convert(schemas[name], group, f"{key}.")
 
 
@@ -389,12 +396,12 @@ def _convert(schema: type, values: Mapping[str, Any], prefix: str, others: tuple
             raise UserError(f"{prefix}{key} is not a key of this config; {nearest(str(key), (*hints, *others))}")
         if value != MISSING:
             try:
-                target[key] = value
+                target[key] = _listed(value, hints[key])
             except OmegaConfBaseException as error:
-                raise UserError(f"{prefix}{key} must be {_allowed(hints[key])}, not {value!r}") from error
+                raise UserError(f"{prefix}{key} must be {_allowed(hints[key])}, not {_shown(value)}") from error
     for key in hints:
         if OmegaConf.is_missing(target, key):
-            raise UserError(f"{prefix}{key} must be given: {_allowed(hints[key])}")
+            raise UserError(f"{prefix}{key} must be given: {_GIVEN.get(prefix + key) or _allowed(hints[key])}")
     return OmegaConf.to_object(target)
 
 
@@ -406,9 +413,20 @@ def _allowed(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(hint.__members__)
     known = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    known |= {list[int]: "a list of whole numbers", list[str]: "a list of texts"}
+    known |= {list[int]: "a whole number or a list of them", list[str]: "a text or a list of texts"}
     known |= {dict[str, Any]: "a mapping of config.json's fields to values"}
     return known.get(hint) or "a mapping of token ids to numbers"
+
+
+def _listed(value: Any, hint: Any) -> Any:
+    """`value`, or a list of it where one is wanted, as in the library."""
+    single = isinstance(value, str | int) and not isinstance(value, bool)
+    return [value] if single and typing.get_origin(hint) is list else value
+
+
+def _shown(value: object) -> str:
+    """`value` as it is written in YAML, where that differs from Python."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _first_line(message: object) -> str:

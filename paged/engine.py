@@ -18,15 +18,16 @@ from paged.core.plan import Executor, StepPlan, StepResult
 from paged.core.request import Prompt, Request, SamplingParams, sample_seed
 from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
-from paged.engine_config import DTYPES, KV_DTYPES, EngineConfig, position_limit, resolve_device, sized_num_blocks
+from paged.engine_config import KV_DTYPES, EngineConfig, position_limit, resolve_device, sized_num_blocks
 from paged.interrupts import DeferredInterrupt
 from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import load_decoder
-from paged.model.decoder import Decoder
+from paged.model.decoder import TORCH_DTYPES, Decoder
 from paged.model.locate import find_model
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
 from paged.runner.kv_cache import KVCache
-from paged.runner.runner import PromptScore, StepPayload, TopLogprobs, TorchRunner
+from paged.runner.payload import PromptScore, StepPayload, TopLogprobs
+from paged.runner.runner import TorchRunner
 from paged.runner.text import TextStream, Tokenizer, token_ids_of
 from paged.step_log import StepLog
 
@@ -118,7 +119,7 @@ class Engine:
         folder, spec = find_model(model, spec, need_weights=need_weights, max_seq_len=config.max_seq_len)
         device = resolve_device(config.device)
         numerics = Numerics(mode=config.numerics)
-        dtype = DTYPES[config.dtype or spec.dtype]
+        dtype = TORCH_DTYPES[config.dtype or spec.dtype]
         kv_dtype = KV_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
         limit = position_limit(config, spec)
         tokenizer = Tokenizer(folder) if folder is not None and (folder / "tokenizer.json").is_file() else None
@@ -138,6 +139,7 @@ class Engine:
                 max_seq_len=min(limit, num_blocks * config.block_size),
                 eos_token_ids=spec.eos_token_ids,
             )
+            runner.warm_up()
         limits = config.limits(num_blocks=num_blocks, max_seq_len=limit, vocab_size=spec.vocab_size)
         engine = cls(
             runner,

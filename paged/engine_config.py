@@ -13,12 +13,14 @@ from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Policy, num_blocks_for
 from paged.core.scheduler import SchedulerConfig
 from paged.kernels.numerics import MODES
+from paged.model.decoder import TORCH_DTYPES
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
+KV_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
 
 # On a GPU, what activations and the runtime take until it is measured; on a CPU, the whole pool.
 OTHER_GPU_BYTES = 1 << 30
+# Bytes of temporaries that sampling makes for each element of the logits: six of 8 bytes at most at a time.
+SAMPLING_BYTES = 48
 CPU_POOL_BYTES = 2 << 30
 
 
@@ -67,7 +69,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("numerics", self.numerics, MODES)
-        _check_choice("dtype", self.dtype, (None, *DTYPES))
+        _check_choice("dtype", self.dtype, (None, *TORCH_DTYPES))
         _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("weights", self.weights, ("auto", "dummy"))
@@ -153,7 +155,8 @@ def sized_num_blocks(
     else:
         device_bytes = torch.cuda.get_device_properties(device).total_memory
         weights = spec.num_parameters() * dtype.itemsize
-        budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES)
+        sampling = config.max_num_seqs * spec.vocab_size * SAMPLING_BYTES
+        budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES + sampling)
     num_blocks = num_blocks_in(budget, block_bytes)
     if num_blocks < 1:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paged.runner.runner import PromptScore, TopLogprobs
+from paged.runner.payload import PromptScore, TopLogprobs
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ def result_row(output: CompletionOutput, solved: bool | None) -> Row:
         "behavior_logprobs": list(output.behavior_logprobs),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
+        "reason": None,
         "num_preemptions": output.num_preemptions,
         "num_cached_tokens": output.num_cached_tokens,
         "numerics_id": output.numerics_id,
@@ -77,9 +78,13 @@ def refused_row(request_id: str, reason: str) -> Row:
         "token_ids": [],
         "text": "",
         "logprobs": [],
+        "behavior_logprobs": [],
         "finish_reason": "refused",
+        "stop_reason": None,
         "reason": reason,
         "num_preemptions": 0,
+        "num_cached_tokens": 0,
+        "numerics_id": None,
     }
 
 
@@ -137,6 +142,7 @@ class Tally:
         self.num_scored = 0
         self.num_solved = 0
         self.prompt_tokens = 0
+        self.unfinished_tokens = 0
         self._lengths: list[int] = []
 
     def add(self, row: Row) -> None:
@@ -148,6 +154,8 @@ class Tally:
             if "solved" in row:
                 self.num_scored += 1
                 self.num_solved += row["solved"]
+        else:
+            self.unfinished_tokens += len(row["token_ids"])
 
     def summary(self) -> dict[str, Any]:
         """Counts, lengths in tokens, and the share solved of the scored samples (null if none was scored)."""
@@ -157,6 +165,7 @@ class Tally:
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": sum(lengths),
+            "unfinished_tokens": self.unfinished_tokens,
             "len_p50": percentile(lengths, 0.5),
             "len_p90": percentile(lengths, 0.9),
             "len_max": lengths[-1] if lengths else None,
@@ -179,15 +188,20 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`."""
-    path.write_text(json.dumps(_jsonable(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write `summary.json`; the scheduler's `num_preemptions` stands there once, as `preemptions`."""
+    values = {key: value for key, value in summary.items() if key != "num_preemptions"}
+    path.write_text(json.dumps(_jsonable(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The lines that a person reads at the end of a run."""
     counts = sorted(summary["finish_reasons"].items(), key=lambda item: -item[1])
+    samples = f"{summary['num_samples']:,} finished, {summary['output_tokens']:,} tokens"
+    # The throughput counts these, too. The summary of an older run lacks the key.
+    if summary.get("unfinished_tokens"):
+        samples += f"; {summary['unfinished_tokens']:,} tokens of unfinished ones"
     rows = [
-        ("samples", f"{summary['num_samples']:,} finished, {summary['output_tokens']:,} tokens"),
+        ("samples", samples),
         ("reasons", ", ".join(f"{reason} {count:,}" for reason, count in counts) or "none"),
         ("throughput", "{tokens_per_s_end_to_end:,.0f} tokens/s over {elapsed_s:.1f} s".format(**summary)),
     ]

@@ -27,6 +27,7 @@ from paged.kernels.sampling import (
 from paged.model.checkpoint import update_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
+from paged.runner.payload import PromptScore, StepPayload, Stop, TopLogprobs
 from paged.runner.text import TextStream, Tokenizer
 
 # Rows of full-vocabulary logits that scoring a prompt holds at a time.
@@ -35,56 +36,6 @@ SCORE_ROWS = 64
 UNTRUNCATED = SamplingParams(temperature=0)
 
 LogitsObserver = Callable[[StepPlan, Sequence[int], torch.Tensor], None]
-
-# Token ids, most likely first, and their log-probabilities.
-TopLogprobs = tuple[list[int], list[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScore:
-    """Log-probability of one prompt token given those before it.
-
-    Attributes:
-        token_id: the prompt's token.
-        logprob: under the untruncated distribution at the request's temperature.
-        top: the most likely tokens at this position, as many as were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    top: TopLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Why a sampled token ends its sequence.
-
-    Attributes:
-        reason: the stop token's id or the stop text; None for the model's own end tokens.
-        is_token: whether the last token itself is the stop, and so no part of the text.
-    """
-
-    reason: int | str | None
-    is_token: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepPayload:
-    """What a step reports beside the tokens; indices are those of the result's ``tokens``.
-
-    Attributes:
-        tokens, logprobs, behavior_logprobs: parallel to the result's tokens.
-        top_logprobs: by index, for rows that asked for alternatives.
-        stops: by index, for rows that stopped.
-        scores: (request, position of the first scored token, scores in order), for chunks of scored prompts.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    behavior_logprobs: list[float]
-    top_logprobs: dict[int, TopLogprobs]
-    stops: dict[int, Stop]
-    scores: list[tuple[Request, int, list[PromptScore]]]
 
 
 @dataclass(slots=True)
@@ -149,6 +100,18 @@ class TorchRunner:
         self._results: deque[StepResult] = deque()
         self.observe_logits: LogitsObserver | None = None
         self.weight_version = 0
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one token through everything, so that the first step does not pay for the libraries' first calls.
+
+        Writes into block 0, which nobody can hold yet.
+        """
+        layout = BatchLayout.build([0], [1], [[0]], self.cache.block_size, self.device)
+        hidden_TD = self.decoder(torch.zeros(1, dtype=torch.int64, device=self.device), layout, self.cache)
+        zero_R = torch.zeros(1, dtype=torch.int64, device=self.device)
+        columns = SamplingColumns(temperature_R=zero_R.double() + 1, seeds_R=zero_R, positions_R=zero_R)
+        sample(self.decoder.logits(hidden_TD), columns)
 
     def submit(self, plan: StepPlan) -> None:
         """Compute ``plan`` now; its result waits for ``collect``."""
