@@ -60,6 +60,8 @@ def test_choices_arrive_as_typed_objects() -> None:
     assert composed("numerics=fast").engine["numerics"] == "fast"
     sampling = composed("sampling.stop=[a,b]", "sampling.logit_bias={3: 1}", "sampling.max_tokens=null").sampling
     assert sampling == SamplingParams(n=4, stop=("a", "b"), logit_bias={3: 1.0}, max_tokens=None)
+    sampling = composed("sampling.stop=abc", "sampling.stop_token_ids=5").sampling
+    assert sampling == SamplingParams(n=4, stop="abc", stop_token_ids=5, max_tokens=None)
 
 
 @pytest.mark.parametrize(
@@ -71,16 +73,18 @@ def test_choices_arrive_as_typed_objects() -> None:
         ("+model.size=8", "model.size is not a key of this config; allowed: path, spec"),
         ("block_size=abc", "block_size must be a whole number, not 'abc'"),
         ("block_size=1.5", "block_size must be a whole number, not 1.5"),
-        ("block_size=true", "block_size must be a whole number, not True"),
+        ("block_size=true", "block_size must be a whole number, not true"),
         ("block_size=[1]", "block_size must be a whole number, not [1]"),
-        ("block_size=null", "block_size must be a whole number, not None"),
+        ("block_size=null", "block_size must be a whole number, not null"),
         ("num_blocks=x", "num_blocks must be a whole number or null, not 'x'"),
         ("gpu_memory_utilization=most", "gpu_memory_utilization must be a number, not 'most'"),
         ("prefix_reuse=perhaps", "prefix_reuse must be true or false, not 'perhaps'"),
         ("device=gpu", "device must be one of auto, cpu, cuda, not 'gpu'"),
         ("weights=none", "weights must be one of auto, dummy, not 'none'"),
-        ("sampling.stop=abc", "sampling.stop must be a list of texts, not 'abc'"),
-        ("sampling.stop_token_ids=[x]", "sampling.stop_token_ids must be a list of whole numbers, not ['x']"),
+        ("sampling.stop=null", "sampling.stop must be a text or a list of texts, not null"),
+        ("sampling.stop=''", "sampling.stop must not contain an empty text"),
+        ("sampling.stop_token_ids=[x]", "sampling.stop_token_ids must be a whole number or a list of them, not ['x']"),
+        ("sampling.stop_token_ids=x", "sampling.stop_token_ids must be a whole number or a list of them, not 'x'"),
         (
             "sampling.logit_bias={a: 1}",
             "sampling.logit_bias must be a mapping of token ids to numbers or null, not {'a': 1}",
@@ -91,10 +95,10 @@ def test_choices_arrive_as_typed_objects() -> None:
         ("sampling.temperature=0", "sampling.n must be 1 when temperature is 0"),
         ("sampling=5", "sampling must hold keys and values, not 5"),
         ("numerics.name=exact", "numerics must be one of invariant, fast, not 'exact'"),
-        ("~policy", "policy must be one of fifo, watermark, reserve, not None"),
+        ("~policy", "policy must be one of fifo, watermark, reserve, not null"),
         ("~block_size", "block_size must be given: a whole number"),
-        ("model=local", "model.path must be given: a text"),
-        ("workload=prompts", "workload.path must be given: a text"),
+        ("model=local", "model.path must be given: a checkpoint folder, or a Hub id that is in the local cache"),
+        ("workload=prompts", "workload.path must be given: a file of prompts, one JSON object a line"),
         ("workload.num_prompts=0", "workload.num_prompts must be a whole number, at least 1, not 0"),
         ("tp=2", "tp must be 1, because this version runs on one device, not 2"),
         ("block_size=${nowhere}", "block_size: Interpolation key 'nowhere' not found"),
