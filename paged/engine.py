@@ -216,15 +216,20 @@ class Engine:
             Request(request_id, j, shared, params, sample_seed(request_id, params.seed, j, self._seed), max_tokens)
             for j in wanted
         ]
-        with DeferredInterrupt():
-            self.scheduler.add(requests)
-            for request in requests:
-                stream = self.tokenizer.stream(params.stop) if stream_text and self.tokenizer is not None else None
-                self._samples[request.key] = _Sample(request, stream)
-            # Only now: a refusal must not change the ids, and so the random streams, of those after it.
-            self._num_made_ids = self._num_made_ids if number is None else number + 1
-            if self._log is not None:
-                self._log.add(requests)
+        try:
+            with DeferredInterrupt():
+                self.scheduler.add(requests)
+                for request in requests:
+                    stream = self.tokenizer.stream(params.stop) if stream_text and self.tokenizer is not None else None
+                    self._samples[request.key] = _Sample(request, stream)
+                # Only now: a refusal must not change the ids, and so the random streams, of those after it.
+                self._num_made_ids = self._num_made_ids if number is None else number + 1
+                if self._log is not None:
+                    self._log.add(requests)
+        except KeyboardInterrupt:
+            # The caller never learns that the request is there.
+            self._forget(request_id)
+            raise
         return request_id
 
     def abort(self, request_id: str) -> list[CompletionOutput]:
@@ -232,12 +237,21 @@ class Engine:
 
         Updates of these samples that ``step`` has not delivered yet are dropped: the outputs returned hold them.
         """
-        outputs = self._end(request_id, None, FinishReason.ABORT)
-        ended = {output.sample for output in outputs}
-        rest = [update for update in self._undelivered.pop(request_id, []) if update.sample not in ended]
-        if rest:
-            self._undelivered[request_id] = rest
+        with DeferredInterrupt():
+            outputs = self._end(request_id, None, FinishReason.ABORT)
+            ended = {output.sample for output in outputs}
+            rest = [update for update in self._undelivered.pop(request_id, []) if update.sample not in ended]
+            if rest:
+                self._undelivered[request_id] = rest
         return outputs
+
+    def _forget(self, *request_ids: str) -> None:
+        """End requests that nobody waits for any more; what they have is given to nobody."""
+        with DeferredInterrupt():
+            for request_id in request_ids:
+                self._end(request_id, None, FinishReason.ABORT)
+                self._undelivered.pop(request_id, None)
+                self._streamed.discard(request_id)
 
     def _is_taken(self, request_id: str) -> bool:
         return self.scheduler.is_live(request_id) or request_id in self._undelivered
@@ -313,8 +327,7 @@ class Engine:
                     rate = num_tokens / (time.perf_counter() - began)
                     bar.set_postfix_str(f"{rate:.0f} tok/s, {self.num_running} running", refresh=False)
         except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
+            self._forget(*ids)
             raise
         outputs = [[finished[i][j] for j in sorted(finished[i])] for i in ids]
         return [RequestOutput(i, out[0].prompt_token_ids, out) for i, out in zip(ids, outputs, strict=True)]
@@ -336,9 +349,7 @@ class Engine:
             while self._is_taken(request_id):
                 yield from self._updates_of((request_id,))
         finally:
-            self.abort(request_id)
-            self._undelivered.pop(request_id, None)
-            self._streamed.discard(request_id)
+            self._forget(request_id)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Path | str) -> int:
         """Replace the model's weights in place, all of them or none.
@@ -374,9 +385,9 @@ class Engine:
         counters = asdict(self.scheduler.counters)
         limits = self.scheduler.config
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        counters["preemptions"] = counters.pop("num_preemptions")
         return {
             **counters,
-            "preemptions": counters["num_preemptions"],
             "kv_tokens": limits.num_blocks * limits.block_size,
             "peak_device_bytes": peak,
             "startup_s": self.startup_s,
@@ -420,11 +431,12 @@ class Engine:
         except NonFiniteLogitsError:
             raise
         except BaseException:
-            self._held = None
-            self.executor.abandon()
-            self.scheduler.abandon()
-            if self._log is not None:
-                self._log.abandon()
+            with DeferredInterrupt():
+                self._held = None
+                self.executor.abandon()
+                self.scheduler.abandon()
+                if self._log is not None:
+                    self._log.abandon()
             raise
 
     def _plan(self) -> StepPlan | None:
@@ -447,10 +459,11 @@ class Engine:
         try:
             self._advance()
         except NonFiniteLogitsError as error:
-            for request in error.requests:
-                for output in self._end(request.id, request.sample, FinishReason.ERROR):
-                    update = SampleUpdate(output.request_id, output.sample, [], [], output=output)
-                    self._undelivered.setdefault(output.request_id, []).append(update)
+            with DeferredInterrupt():
+                for request in error.requests:
+                    for output in self._end(request.id, request.sample, FinishReason.ERROR):
+                        update = SampleUpdate(output.request_id, output.sample, [], [], output=output)
+                        self._undelivered.setdefault(output.request_id, []).append(update)
 
     def _updates_of(self, request_ids: Collection[str]) -> list[SampleUpdate]:
         """Updates of some requests: those that wait to be delivered, or else what one more step brings."""
@@ -535,7 +548,7 @@ class Engine:
         vocab_size = self.scheduler.config.vocab_size
         if vocab_size is None:
             return
-        biased = [token_id for token_id, _ in params.logit_bias]
+        biased = [token_id for token_id, _ in params.biases]
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", biased)):
             for token_id in ids:
                 if token_id >= vocab_size:

@@ -36,7 +36,7 @@ class EngineConfig:
         block_size: tokens in a cache block.
         num_blocks: blocks in the pool; None sizes it from the device's memory.
         max_num_seqs, max_step_tokens, chunk_size: limits of a step, see ``SchedulerConfig``.
-        max_seq_len: most tokens of a sequence; None takes the model's limit, or the pool if that is smaller.
+        max_seq_len: most tokens of a sequence; None takes the model's limit.
         gpu_memory_utilization: share of a GPU's memory that the engine may use.
         depth: most steps in flight.
         seed: start of the random streams of requests without their own, and of dummy weights.

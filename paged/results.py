@@ -188,9 +188,8 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`; the scheduler's `num_preemptions` stands there once, as `preemptions`."""
-    values = {key: value for key, value in summary.items() if key != "num_preemptions"}
-    path.write_text(json.dumps(_jsonable(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write `summary.json`."""
+    path.write_text(json.dumps(_jsonable(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:

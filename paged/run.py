@@ -276,7 +276,8 @@ class _Run:
                 self.texts[line.id] = line.prompt
 
     def _refuse(self, results: ResultsFile, line: PromptLine | RefusedLine, reason: str) -> None:
-        reason = f"line {line.number}: {reason}"
+        if isinstance(self.config.workload, PromptsWorkload):
+            reason = f"line {line.number}: {reason}"
         self.refusals.append(reason)
         row = refused_row(line.id, reason)
         results.write(row)
@@ -328,7 +329,8 @@ class _Run:
         print(self.folder, flush=True)
         if self.refusals:
             first = self.refusals[0]
-            say = f"{len(self.refusals)} of {len(self.lines)} lines were refused, the first is {first}"
+            noun = "lines" if isinstance(self.config.workload, PromptsWorkload) else "prompts"
+            say = f"{len(self.refusals)} of {len(self.lines)} {noun} were refused, the first is {first}"
             print(f"paged: {say}", file=sys.stderr)
         errors = summary["finish_reasons"].get("error", 0)
         if errors:

@@ -18,7 +18,7 @@ class SamplingParams:
 
     Attributes:
         n: samples drawn from one prompt, each with its own random stream.
-        max_tokens: most tokens generated for a sample; ``None`` means as many as the engine can hold.
+        max_tokens: most tokens generated for a sample; ``None`` means up to ``max_seq_len``.
         temperature: divides the logits; 0 is greedy (ties go to the lowest id).
         top_p: mass of the nucleus in (0, 1], taken after ``top_k``; the smallest set that reaches it.
         top_k: number of highest logits kept; 0 or -1 keeps all.
@@ -92,6 +92,12 @@ class SamplingParams:
             if key not in known:
                 raise ValueError(f"{key} is not a sampling parameter; known: {', '.join(sorted(known))}")
         return cls(**values)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as the pairs that it was turned into, by ascending token id."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
 
     @property
     def is_greedy(self) -> bool:

@@ -250,7 +250,7 @@ class TorchRunner:
         )
 
     def _bias(self, states: Sequence[_Slot]) -> LogitBias | None:
-        triplets = [(row, *item) for row, s in enumerate(states) for item in s.request.params.logit_bias]
+        triplets = [(row, *item) for row, s in enumerate(states) for item in s.request.params.biases]
         if not triplets:
             return None
         rows, ids, values = zip(*triplets, strict=True)
