@@ -188,8 +188,75 @@ class ContiguousDecoder:
 
 
 def raw_logits(config: dict[str, Any], weights: dict[str, torch.Tensor], token_ids: Sequence[int]) -> torch.Tensor:
-    """Logits [tokens, vocab] by one full computation in fp64."""
-    return ContiguousDecoder(config, weights, torch.float64).feed(token_ids)
+    """Logits [tokens, vocab] of the whole text at once in fp64: all heads and all experts in one einsum, no cache.
+
+    Shares nothing with ``ContiguousDecoder``, so that a mistake in one of them is not in both.
+    """
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    eps, clip = config["rms_norm_eps"], config.get("clip_qkv")
+    x = torch.nn.functional.embedding(torch.tensor(list(token_ids)), w["model.embed_tokens.weight"])
+    num_tokens = len(x)
+    theta = (config.get("rope_parameters") or config)["rope_theta"]
+    # The angles are fp32 by definition, and so are the sines and cosines.
+    inverse = torch.pow(theta, torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim).reciprocal()
+    angle = torch.outer(torch.arange(num_tokens, dtype=torch.float32), inverse).double()
+    turn = torch.complex(angle.cos().float().double(), angle.sin().float().double())
+    causal = torch.full((num_tokens, num_tokens), float("-inf"), dtype=torch.float64).triu(1)
+
+    def rms_norm(y: torch.Tensor, name: str) -> torch.Tensor:
+        return y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * w[name]
+
+    def affine(y: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(y, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def heads(y: torch.Tensor, name: str, count: int, norm: str | None) -> torch.Tensor:
+        """One of query, key and value as [tokens, heads, size], normed if there is a weight, and clipped."""
+        y = affine(y, name)
+        if norm in w:
+            each = w[norm].numel() == head_dim
+            y = rms_norm(y.unflatten(-1, (count, head_dim)), norm).flatten(-2) if each else rms_norm(y, norm)
+        y = y if clip is None else y.clamp(-clip, clip)
+        return y.unflatten(-1, (count, head_dim))
+
+    def rotated(y: torch.Tensor) -> torch.Tensor:
+        """Component i and component i + size / 2 are the two parts of one complex number."""
+        turned = torch.complex(*y.chunk(2, -1)) * turn[:, None]
+        return torch.cat((turned.real, turned.imag), -1)
+
+    def experts(y: torch.Tensor, p: str) -> torch.Tensor:
+        probs = torch.softmax(affine(y, f"{p}gate").float(), -1)
+        number = probs.shape[-1]
+        kept = torch.zeros_like(probs)
+        first = probs.argsort(stable=True, dim=-1, descending=True)[:, : config["num_experts_per_tok"]]
+        kept.scatter_(-1, first, probs.gather(-1, first))
+        share = (kept / kept.sum(-1, keepdim=True) if config["norm_topk_prob"] else kept).double()
+        gate, up, down = (
+            torch.stack([w[f"{p}experts.{e}.{kind}_proj.weight"] for e in range(number)])
+            for kind in ("gate", "up", "down")
+        )
+        inner = torch.nn.functional.silu(torch.einsum("td,eid->tei", y, gate)) * torch.einsum("td,eid->tei", y, up)
+        return torch.einsum("te,tei,edi->td", share, inner, down)
+
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        h = rms_norm(x, f"{p}input_layernorm.weight")
+        q = rotated(heads(h, f"{p}self_attn.q_proj", num_heads, f"{p}self_attn.q_norm.weight"))
+        k = rotated(heads(h, f"{p}self_attn.k_proj", num_kv_heads, f"{p}self_attn.k_norm.weight"))
+        v = heads(h, f"{p}self_attn.v_proj", num_kv_heads, None)
+        grouped = q.unflatten(1, (num_kv_heads, -1))
+        scores = torch.einsum("qkgd,skd->kgqs", grouped, k) * head_dim**-0.5 + causal
+        mixed = torch.einsum("kgqs,skd->qkgd", torch.softmax(scores, -1), v)
+        x = x + affine(mixed.flatten(1), f"{p}self_attn.o_proj")
+        h = rms_norm(x, f"{p}post_attention_layernorm.weight")
+        if f"{p}mlp.gate.weight" in w:
+            x = x + experts(h, f"{p}mlp.")
+        else:
+            inner = torch.nn.functional.silu(affine(h, f"{p}mlp.gate_proj")) * affine(h, f"{p}mlp.up_proj")
+            x = x + affine(inner, f"{p}mlp.down_proj")
+    head = "model.embed_tokens" if config.get("tie_word_embeddings", False) else "lm_head"
+    return torch.einsum("td,vd->tv", rms_norm(x, "model.norm.weight"), w[f"{head}.weight"])
 
 
 def raw_greedy(

@@ -1,5 +1,6 @@
 """Checks the command line as a user meets it: folders, results, sweeps, mistakes, Ctrl-C and resuming."""
 
+import fcntl
 import json
 import logging
 import os
@@ -564,6 +565,153 @@ def test_ctrl_c_in_the_real_process(cli: Cli, checkpoint: Path, tmp_path: Path) 
     assert 1 <= summary["num_samples"] < 16
     assert cli(f"resume={folder}", model=False)[0] == 0
     assert len(tokens_of(folder)) == 16
+
+
+# What else happens to folders and processes
+
+
+def test_refusals_are_looked_at_again_when_a_run_is_resumed(cli: Cli, tmp_path: Path) -> None:
+    """A line refused for too small a pool counted as done: no later resume, however large its pool, took it."""
+    path = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"id": "short", "prompt": "1+1"},
+        {"id": "long", "prompt": "1+" * 30},
+        {"id": "never", "prompt": "1", "temprature": 1},
+    )
+    given = ("device=cpu", "workload=prompts", f"workload.path={path}", "sampling.n=2", "sampling.max_tokens=5")
+    code, out, _ = cli(*given)
+    assert code == 2
+    folder = folder_of(out)
+    whole = tokens_of(folder)
+    write_lines(folder / "results.jsonl", *(row for row in rows_of(folder) if row["id"] != "long"))
+
+    code, _, err = cli(f"resume={folder}", "num_blocks=2", model=False)
+    assert code == 2
+    assert "2 of 3 lines were refused, the first is line 2: a prompt of 60 tokens with max_tokens 5 can never" in err
+    assert tokens_of(folder).keys() == {("short", 0), ("short", 1), ("long", None), ("never", None)}
+
+    code, _, err = cli(f"resume={folder}", "num_blocks=40", model=False)
+    assert code == 2
+    assert "paged: 1 of 3 lines were refused, the first is line 3" in err
+    assert tokens_of(folder) == whole
+    assert summary_of(folder)["finish_reasons"]["refused"] == 1
+
+
+def test_a_line_named_like_a_refused_line_is_not_lost(cli: Cli, tmp_path: Path) -> None:
+    """A broken line is called after its number; a good line with that very name was taken for refused, and skipped."""
+    path = write_lines(tmp_path / "prompts.jsonl", {"id": "line-2", "prompt": "1+1"}, "broken", {"prompt": "2+2"})
+    given = ("device=cpu", "workload=prompts", f"workload.path={path}", "sampling.n=2", "sampling.max_tokens=5")
+    code, out, _ = cli(*given)
+    assert code == 2
+    folder = folder_of(out)
+    whole = tokens_of(folder)
+    assert whole.keys() == {("line-2", 0), ("line-2", 1), ("line-2", None), ("line-3", 0), ("line-3", 1)}
+    for kept in (lambda row: row["sample"] is None, lambda row: row["sample"] != 0, lambda row: row["id"] == "line-3"):
+        write_lines(folder / "results.jsonl", *filter(kept, rows_of(folder)))
+        assert cli(f"resume={folder}", model=False)[0] == 2
+        assert tokens_of(folder) == whole
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1, 2]",
+        b"just text",
+        b"a: [1",
+        b"\xff\xfe\x00",
+        b"a: ${b}",
+        b"model: null\n",
+        b"numerics: 3\n",
+        b"numerics:\n  name: invariant\n",
+    ],
+    ids=["empty", "list", "text", "torn", "bytes", "interpolation", "no model", "number", "beginning"],
+)
+def test_a_damaged_config_is_one_line(cli: Cli, content: bytes) -> None:
+    """What a crash or an editor leaves of a run's config was a traceback of the parser, or of whoever met it first."""
+    folder = folder_of(cli(*SMALL)[1])
+    before = (folder / "results.jsonl").read_bytes()
+    (folder / ".hydra" / "config.yaml").write_bytes(content)
+    for extra in ((), ("num_blocks=40",)):
+        code, out, err = cli(f"resume={folder}", *extra, model=False)
+        assert (code, out) == (2, "")
+        assert err.startswith("paged: ")
+        assert err.count("\n") == 1
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def test_sigterm_is_like_ctrl_c_and_a_folder_has_one_process(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    """A batch system's SIGTERM killed a run without a summary; a second process on its folder wrote samples twice."""
+    folder = tmp_path / "run"
+    args = [f"model.path={checkpoint}", "weights=dummy", "sampling.max_tokens=180", f"hydra.run.dir={folder}"]
+    args += ["device=cpu", "workload.num_prompts=40", "sampling.n=2", "max_num_seqs=4", "sampling.ignore_eos=true"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paged", "run", *args],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (results := folder / "results.jsonl").is_file() or not results.stat().st_size:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        second = cli(f"resume={folder}", model=False)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert second == (2, "", f"paged: resume must be a folder that no other process works on: {folder}\n")
+    assert process.returncode == 130, err
+    assert folder_of(out) == folder
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].endswith(f"continue with: python -m paged run resume={folder}")
+    summary = summary_of(folder)
+    assert summary["interrupted"] is True
+    assert 1 <= summary["num_samples"] < 80
+    assert len(tokens_of(folder)) == len(rows_of(folder))
+
+
+def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli) -> None:
+    """The lock is no file that a crash leaves behind: the file stays, and nobody holds it."""
+    folder = folder_of(cli(*SMALL)[1])
+    assert (folder / ".lock").is_file()
+    with (folder / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        code, out, err = cli(f"resume={folder}", model=False)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+    assert cli(f"resume={folder}", model=False)[0] == 0
+
+
+def test_a_reader_that_has_gone_is_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
+    """``python -m paged run | true`` ended with a traceback of a broken pipe, and another when Python closed it."""
+    given = [f"model.path={checkpoint}", "weights=dummy", *SMALL, f"hydra.run.dir={tmp_path / 'run'}"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "paged", "run", *given],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.close(writer)
+    for sign in ("Traceback", "BrokenPipe", "Broken pipe", "Exception ignored"):
+        assert sign not in done.stderr
+    assert done.returncode == 1
+    assert len(tokens_of(tmp_path / "run")) == 4
+    assert summary_of(tmp_path / "run")["interrupted"] is False
 
 
 # Models known by name

@@ -25,12 +25,27 @@ def test_greedy_tokens_equal_the_cpu_in_fp32(numerics: str) -> None:
         assert card.logprobs == pytest.approx(cpu.logprobs, abs=1e-3)
 
 
+def length_of_agreement(ours: list[int], theirs: list[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+
+
 def test_kv_dtypes_work() -> None:
+    """Keys of a bf16 model fit a bf16 cache exactly; an fp8 cache may change a text only after a while.
+
+    These texts keep 90 % of their tokens under fp8 on the CPU until the first that differs, 68 % on a card; if each
+    head is read with its neighbour's scale, less than one percent.
+    """
     prompts = builtin_prompts(8, 4)
     params = SamplingParams(max_tokens=256, temperature=0)
-    for kv_dtype in ("bfloat16", "fp8"):
-        outputs = generate("cuda", prompts, params, kv_dtype=kv_dtype)
-        assert all(output.finish_reason in ("stop", "length") for output in outputs)
+    wide = [o.token_ids for o in generate("cuda", prompts, params, dtype="bfloat16", kv_dtype="float32")]
+    assert len({tuple(tokens) for tokens in wide}) == 8
+    exact = generate("cuda", prompts, params, dtype="bfloat16", kv_dtype="bfloat16")
+    assert [output.token_ids for output in exact] == wide
+    rounded = generate("cuda", prompts, params, dtype="bfloat16", kv_dtype="fp8")
+    assert all(output.finish_reason in ("stop", "length") for output in rounded)
+    kept = sum(length_of_agreement(output.token_ids, tokens) for output, tokens in zip(rounded, wide, strict=True))
+    assert kept >= 0.5 * sum(map(len, wide))
 
 
 def test_preemption_and_reuse_give_the_same_samples() -> None:
