@@ -47,21 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     of the program's own are raised.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if args and args[0] in ("-h", "--help"):
-        print(_usage())
-        return OK
     if not args:
         print(_usage(), file=sys.stderr)
         return MISTAKE
     if args[0] in ("-sc", "--shell-completion"):
         return _complete(args)
     word, *rest = args
-    if word not in COMMANDS:
+    if word not in (*COMMANDS, "-h", "--help"):
         near = get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         return _complain(f"there is no command {word!r}; {hint}")
 
     try:
+        if word not in COMMANDS:
+            print(_usage(), flush=True)
+            return OK
         return _run_hydra(word, rest)
     except UserError as error:
         return _complain(error)

@@ -23,7 +23,7 @@ from paged.interrupts import DeferredInterrupt
 from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import load_decoder
 from paged.model.decoder import TORCH_DTYPES, Decoder
-from paged.model.locate import find_model
+from paged.model.locate import checkpoint_folder, find_model
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
 from paged.runner.kv_cache import KVCache
 from paged.runner.payload import PromptScore, StepPayload, TopLogprobs
@@ -358,19 +358,23 @@ class Engine:
         their keys and values computed anew; blocks of the old weights are never reused.
 
         Args:
-            weights: a state dict with Hugging Face names (any device, rounded to the engine's dtype), or the folder
-                of a checkpoint of the same model.
+            weights: a state dict with Hugging Face names (any device, rounded to the engine's dtype), or a checkpoint
+                of the same model, named as for ``from_pretrained``.
 
         Returns:
             the new weight version, counting up from 0.
 
         Raises:
             ValueError: the tensors are not exactly those of the model (all violations are listed). The old weights
-                serve on, as after any other failure.
+                serve on, as after any other failure. A Ctrl-C waits until the new ones are in place.
             NonFiniteLogitsError: a step in flight held a NaN; as for ``step``.
         """
         if not isinstance(self.executor, TorchRunner):
             raise ValueError(f"weights cannot be loaded into a {type(self.executor).__name__}")
+        if isinstance(weights, str | Path):
+            weights = checkpoint_folder(weights)
+        elif not isinstance(weights, Mapping):
+            raise ValueError(f"weights must be a state dict or a checkpoint folder, not {type(weights).__name__}")
         while self._held is not None or self.scheduler.num_in_flight:
             self._collect()
         with DeferredInterrupt():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from paged.core.model_spec import ModelSpec
 from paged.kernels.numerics import Numerics
-from paged.model.decoder import Decoder
+from paged.model.decoder import TORCH_DTYPES, Decoder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -95,50 +95,74 @@ def update_decoder(decoder: Decoder, weights: Mapping[str, torch.Tensor] | Path 
         weights: tensors by Hugging Face name on any device, rounded to the decoder's dtype; or a checkpoint folder.
 
     Raises:
-        ValueError: the folder's ``config.json`` describes another model.
+        ValueError: the folder's ``config.json`` describes another model, or other end tokens.
         CheckpointError: the tensors are not exactly those of the model; lists every violation.
     """
-    spec = decoder.spec
+    spec, targets = decoder.spec, decoder.tensors()
     if isinstance(weights, Mapping):
-        _check_tensors(weights, spec)
-        tensors: Iterable[tuple[str, torch.Tensor]] = weights.items()
+        # One look at the mapping: it may answer differently the next time.
+        tensors = _tensors_of(dict(weights.items()), spec, targets)
     else:
         folder = Path(weights)
         found = ModelSpec.from_folder(folder, max_seq_len=decoder.max_positions)
-        # The end tokens are the engine's affair, the dtype is converted.
-        if replace(found, eos_token_ids=spec.eos_token_ids, dtype=spec.dtype) != spec:
-            raise ValueError(f"{folder / 'config.json'} describes another model than the one that is loaded")
+        spec.check_agrees(found)
+        if found.eos_token_ids != spec.eos_token_ids:
+            ends = f"{list(found.eos_token_ids)} instead of {list(spec.eos_token_ids)}"
+            raise ValueError(f"{folder}: eos_token_id is {ends}; other end tokens need a new engine")
         tensors = _read_tensors(folder, check_checkpoint(folder, spec))
-    targets = decoder.tensors()
     old: dict[str, torch.Tensor] = {}
     try:
         for name, tensor in tensors:
             if name in targets:
+                assert tensor.shape == targets[name].shape, f"{name} changed its shape after it was checked"
                 old[name] = targets[name].to("cpu", copy=True)
                 targets[name].copy_(tensor)
             del tensor
+        assert old.keys() == targets.keys(), "tensors that were there when they were checked are gone"
     except BaseException:
         for name, tensor in old.items():
             targets[name].copy_(tensor)
         raise
 
 
-def _check_tensors(weights: Mapping[str, torch.Tensor], spec: ModelSpec) -> None:
-    expected = spec.parameter_shapes()
+def _tensors_of(
+    weights: Mapping[str, torch.Tensor], spec: ModelSpec, targets: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A state dict's tensors by the names of ``targets``, once all are checked.
+
+    Those that lie in the memory of ``targets`` are copies: writing one target must not change what another gets.
+    """
+    is_fused = spec.num_experts > 0 and any(FUSED_EXPERTS.fullmatch(name) for name in weights)
+    expected = spec.parameter_shapes(fused_experts=True) if is_fused else spec.parameter_shapes()
     optional = {HEAD: expected[EMBEDDING]} if spec.tie_word_embeddings else {}
     violations = [f"tensor {name} is missing" for name in expected if name not in weights]
-    for name, tensor in weights.items():
+    chosen = {name: tensor for name, tensor in weights.items() if name in expected or not _is_ignored(name)}
+    for name, tensor in chosen.items():
         shape = expected.get(name, optional.get(name))
         if shape is None:
             violations.append(f"tensor {name} is not part of the model")
+        elif not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            violations.append(f"tensor {name} is no dense tensor with data, but {type(tensor).__name__}")
         elif tuple(tensor.shape) != shape:
             violations.append(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
-        elif not tensor.is_floating_point():
-            violations.append(f"tensor {name} has dtype {tensor.dtype}, not a floating one")
-    if not violations and HEAD in weights and HEAD in optional and not torch.equal(weights[HEAD], weights[EMBEDDING]):
+        elif tensor.dtype not in TORCH_DTYPES.values():
+            violations.append(f"tensor {name} has dtype {tensor.dtype}, not one of {', '.join(TORCH_DTYPES)}")
+    if not violations and HEAD in chosen and HEAD in optional and not torch.equal(chosen[HEAD], chosen[EMBEDDING]):
         violations.append(f"tensor {HEAD} differs from {EMBEDDING}, though the model ties them")
     if violations:
         raise CheckpointError("the state dict", violations)
+    own = {target.untyped_storage().data_ptr() for target in targets.values()}
+    safe = {name: t.clone() if t.untyped_storage().data_ptr() in own else t for name, t in chosen.items()}
+    return (pair for name, tensor in safe.items() for pair in _split_if_fused(name, tensor))
+
+
+def _split_if_fused(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    fused = FUSED_EXPERTS.fullmatch(name)
+    return iter([(name, tensor)]) if fused is None else _split_experts(tensor, *fused.groups())
+
+
+def _is_ignored(name: str) -> bool:
+    return IGNORED_BUFFERS.fullmatch(name) is not None
 
 
 def _read_tensors(folder: Path, stored: Mapping[str, _StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,7 +182,8 @@ def _read_tensors(folder: Path, stored: Mapping[str, _StoredTensor]) -> Iterator
 def _split_experts(fused: Any, prefix: str, part: str) -> Iterator[tuple[str, torch.Tensor]]:
     """A layer's fused experts under the names of each expert's own tensors."""
     names = ("gate", "up") if part == "gate_up" else ("down",)
-    for expert in range(fused.get_shape()[0]):
+    num_experts = fused.shape[0] if isinstance(fused, torch.Tensor) else fused.get_shape()[0]
+    for expert in range(num_experts):
         parts = list(fused[expert].chunk(len(names)))
         for name in names:
             # Handed over, not kept: the caller decides how long it lives.
@@ -178,7 +203,7 @@ def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _Store
     violations: list[str] = []
     expected = spec.parameter_shapes()
     stored, unreadable = _read_headers(folder, expected, violations)
-    ignored = [name for name in stored if name not in expected and IGNORED_BUFFERS.fullmatch(name)]
+    ignored = [name for name in stored if name not in expected and _is_ignored(name)]
     if ignored:
         logger.info("%s: %d buffers of an old checkpoint ignored, %s first", folder, len(ignored), ignored[0])
     for name in ignored:
@@ -269,7 +294,7 @@ def _read_index(folder: Path, violations: list[str]) -> dict[str, str] | None:
     """The index's map of tensor names to files, or ``None`` and a violation."""
     try:
         index: Any = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         violations.append(f"file {INDEX_FILE} is damaged or can't be read ({error})")
         return None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
