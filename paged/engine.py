@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -268,19 +268,11 @@ class Engine:
             NonFiniteLogitsError: a ``FloatingPointError`` naming requests whose logits held a NaN. Nothing has
                 advanced; the next ``step`` goes on once they are aborted.
         """
-        updates = self._take_undelivered()
-        if not updates:
-            self._advance()
-            updates = self._take_undelivered()
-        return updates
+        return self._next_updates(self._advance)
 
     def run_step(self) -> list[SampleUpdate]:
         """``step`` that ends requests with NaN logits as ``error`` and goes on with the others."""
-        updates = self._take_undelivered()
-        if not updates:
-            self._advance_past_errors()
-            updates = self._take_undelivered()
-        return updates
+        return self._next_updates(self._advance_past_errors)
 
     def generate(
         self,
@@ -456,7 +448,7 @@ class Engine:
         if self._log is not None:
             self._log.commit(result)
         for update in self._take_in(result.payload, commit.accepted, commit.finished):
-            self._undelivered.setdefault(update.request_id, []).append(update)
+            self._keep(update)
 
     def _advance_past_errors(self) -> None:
         """``_advance`` that ends requests whose logits hold a NaN; the next call goes on with the others."""
@@ -466,8 +458,19 @@ class Engine:
             with DeferredInterrupt():
                 for request in error.requests:
                     for output in self._end(request.id, request.sample, FinishReason.ERROR):
-                        update = SampleUpdate(output.request_id, output.sample, [], [], output=output)
-                        self._undelivered.setdefault(output.request_id, []).append(update)
+                        self._keep(SampleUpdate(output.request_id, output.sample, [], [], output=output))
+
+    def _keep(self, update: SampleUpdate) -> None:
+        """Hold an update until somebody asks for it."""
+        self._undelivered.setdefault(update.request_id, []).append(update)
+
+    def _next_updates(self, advance: Callable[[], None]) -> list[SampleUpdate]:
+        """Updates that wait to be delivered, or else what one more step brings."""
+        updates = self._take_undelivered()
+        if not updates:
+            advance()
+            updates = self._take_undelivered()
+        return updates
 
     def _updates_of(self, request_ids: Collection[str]) -> list[SampleUpdate]:
         """Updates of some requests: those that wait to be delivered, or else what one more step brings."""

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from yaml import YAMLError
 
 from paged.config import RESUMABLE_KEYS, ArithmeticWorkload, PromptsWorkload, RandomWorkload, RunConfig, run_config
-from paged.model.locate import find_model
+from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
 from paged.results import (
     FINISHED,
@@ -118,7 +118,7 @@ def _saved_config(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> tu
 def _local_model(model: str, base: Path) -> str:
     """`model` as the engine wants it: a relative folder is one below `base`, where the run was first started."""
     folder = base / Path(model).expanduser()
-    return str(folder) if model != "tiny" and folder.is_dir() else model
+    return str(folder) if model not in EMBEDDED and folder.is_dir() else model
 
 
 def _made_lines(

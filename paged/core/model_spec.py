@@ -149,9 +149,9 @@ class ModelSpec:
             ValueError: as ``from_config``, or a file is missing or is not a JSON object.
         """
         folder = Path(folder)
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
-        generation_config = _read_json(generation) if generation.exists() else None
+        generation_config = read_json(generation) if generation.exists() else None
         return cls.from_config(config, generation_config, max_seq_len=max_seq_len)
 
     def check_agrees(self, found: ModelSpec) -> None:
@@ -239,7 +239,8 @@ class ModelSpec:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * kv_bytes // min(tp, self.num_kv_heads)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object; anything else there is a ``ValueError`` that names the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
+# What a prompt can be given as.
+PROMPT_FORMS = ("prompt", "prompt_token_ids", "messages")
+
 MAX_LOGPROBS = 1024
 MAX_SAMPLES = 4096
 

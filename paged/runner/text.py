@@ -13,8 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-# What a prompt given as a mapping can be.
-PROMPT_FORMS = ("prompt", "prompt_token_ids", "messages")
+from paged.core.model_spec import read_json
+from paged.core.request import PROMPT_FORMS
 
 
 class Tokenizer:
@@ -36,7 +36,8 @@ class Tokenizer:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
-        self._config = _read_json(folder / "tokenizer_config.json")
+        config = folder / "tokenizer_config.json"
+        self._config = read_json(config) if config.is_file() else {}
         self._template_text = _chat_template(folder, self._config)
         self._folder = folder
 
@@ -186,18 +187,6 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
         template = next((entry.get("template") for entry in named), None)
     return template if isinstance(template, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
 
 
 def _token_text(token: Any) -> str:

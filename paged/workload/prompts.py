@@ -10,11 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from paged.core.request import SamplingParams
+from paged.core.request import PROMPT_FORMS, SamplingParams
 
-FORMS: Final = ("prompt", "prompt_token_ids", "messages")
 _SAMPLING_FIELDS: Final = tuple(field.name for field in fields(SamplingParams))
-_FIELDS: Final = (*FORMS, "id", *_SAMPLING_FIELDS)
+_FIELDS: Final = (*PROMPT_FORMS, "id", *_SAMPLING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +114,10 @@ def _own_id(values: dict[str, Any], default: str) -> str:
 
 
 def _request(values: dict[str, Any], number: int, line_id: str, defaults: SamplingParams) -> PromptLine:
-    given = [form for form in FORMS if form in values]
+    given = [form for form in PROMPT_FORMS if form in values]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
-        raise ValueError(f"exactly one of {', '.join(FORMS)} must be given, not {found}")
+        raise ValueError(f"exactly one of {', '.join(PROMPT_FORMS)} must be given, not {found}")
     for key in values:
         if key not in _FIELDS:
             near = get_close_matches(key, _FIELDS, n=1)
