@@ -14,7 +14,8 @@ import sys
 import time
 
 from paged.core.plan import SAMPLE, StepPlan, StepResult
-from paged.core.request import Prompt, Request, SamplingParams, sample_seed
+from paged.core.prompt import Prompt
+from paged.core.request import Request, SamplingParams, sample_seed
 from paged.core.scheduler import Scheduler, SchedulerConfig
 
 VOCAB_SIZE = 150_000

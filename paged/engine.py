@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from paged.core.model_spec import ModelSpec
 from paged.core.plan import Executor, StepPlan, StepResult
-from paged.core.request import Prompt, Request, SamplingParams, sample_seed
+from paged.core.prompt import Prompt
+from paged.core.request import Request, SamplingParams, sample_seed
 from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
 from paged.engine_config import KV_DTYPES, EngineConfig, position_limit, resolve_device, sized_num_blocks
@@ -178,6 +179,7 @@ class Engine:
         *,
         samples: Iterable[int] | None = None,
         stream_text: bool = False,
+        output_len: int | None = None,
     ) -> str:
         """Queue a prompt; its samples appear in what ``step`` returns.
 
@@ -187,6 +189,8 @@ class Engine:
             request_id: unique among live requests; counted up over the engine's life if absent.
             samples: indices of the samples wanted, all ``params.n`` if absent.
             stream_text: report text as it grows, at the price of detokenizing every step.
+            output_len: for measuring: every sample ends with this many tokens (or ``max_tokens``, if that is less) and
+                by nothing else. Whoever decides on admission and preemption does not know it.
 
         Returns:
             the request's id.
@@ -212,9 +216,12 @@ class Engine:
         wanted = range(params.n) if samples is None else list(samples)
         if not wanted or not all(j in range(params.n) for j in wanted):
             raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {wanted}")
+        if not _is_output_len(output_len):
+            raise ValueError(f"output_len must be a whole number, at least 1, or None, not {output_len!r}")
+        seeds = [sample_seed(request_id, params.seed, j, self._seed) for j in wanted]
         requests = [
-            Request(request_id, j, shared, params, sample_seed(request_id, params.seed, j, self._seed), max_tokens)
-            for j in wanted
+            Request(request_id, j, shared, params, seed, max_tokens, output_len)
+            for j, seed in zip(wanted, seeds, strict=True)
         ]
         try:
             with DeferredInterrupt():
@@ -537,7 +544,7 @@ class Engine:
         return CompletionOutput(
             request_id=request.id,
             sample=request.sample,
-            prompt_token_ids=list(request.prompt.token_ids),
+            prompt_token_ids=list(request.prompt.token_ids or ()),
             token_ids=sample.token_ids,
             text=text,
             logprobs=sample.logprobs,
@@ -584,6 +591,10 @@ def _ids_without_tokenizer(prompt: Prompts) -> list[int]:
     if isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
         raise ValueError("this checkpoint has no tokenizer.json, so the prompt must be prompt_token_ids")
     return token_ids_of(prompt)
+
+
+def _is_output_len(value: int | None) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
 def _prompt_list(prompts: Prompts | Sequence[Prompts]) -> list[Prompts]:

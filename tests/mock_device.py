@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from paged.core.blocks import BlockPool
 from paged.core.plan import SAMPLE, SCORE, StepPlan, StepResult
 from paged.core.policy import Policy
-from paged.core.request import Prompt, Request, SamplingParams, sample_seed
+from paged.core.prompt import Prompt
+from paged.core.request import Request, SamplingParams, sample_seed
 from paged.core.scheduler import Commit, Finished, NonFiniteLogitsError, Scheduler, SchedulerConfig
 from paged.core.sequence import FinishReason, Status
 from paged.core.sequence import Sequence as Seq
@@ -52,7 +53,7 @@ class MockModel:
     def reference(self, request: Request) -> tuple[list[int], FinishReason]:
         """Output and finish reason of ``request`` computed alone, without any cache."""
         identity = ROOT
-        for token in request.prompt.token_ids:
+        for token in request.prompt.token_ids or ():
             identity = mix(identity, token)
         output: list[int] = []
         while True:
@@ -114,9 +115,7 @@ class MockDevice:
 
     def submit(self, plan: StepPlan) -> None:
         # What the scheduler does to its lists later must not matter.
-        values = {name: getattr(plan, name) for name in StepPlan.__slots__}
-        copies: dict[str, Any] = {name: list(value) for name, value in values.items() if isinstance(value, list)}
-        plan = replace(plan, **copies)
+        plan = StepPlan(*(list(value) if isinstance(value, list) else value for value in plan))
         if self.eager:
             self._results.append(self._execute(plan))
         else:
@@ -187,7 +186,7 @@ class MockDevice:
         for started in plan.started:
             assert started.slot not in self.slots, f"slot {started.slot} is started twice"
             slot = _Slot(started.request, list(started.blocks), started.num_cached)
-            for token in (*started.request.prompt.token_ids, *started.output_ids):
+            for token in (*(started.request.prompt.token_ids or ()), *started.output_ids):
                 slot.append(token)
             assert started.num_cached % self.block_size == 0, "a partial block was adopted"
             assert started.num_cached < len(slot.tokens), "nothing is left to compute"
@@ -252,6 +251,7 @@ def setup(
 
 def snapshot(scheduler: Scheduler) -> dict[str, Any]:
     """Everything that a scheduler knows, as a value that does not change with it."""
+    scheduler._settle()
     live = [sequence for samples in scheduler._live.values() for sequence in samples.values()]
     state = {name: value for name, value in vars(scheduler).items() if name not in ("_live", "config", "policy")}
     frozen = {name: _freeze(value) for name, value in state.items()}
@@ -413,7 +413,7 @@ def assert_idle(scheduler: Scheduler) -> None:
     assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
     assert scheduler.pool.num_free == scheduler.pool.num_blocks, "a block did not come back"
     assert not any(scheduler.pool.references)
-    assert not scheduler._leaders, "a leader was not removed"
+    assert not scheduler._reuse._leaders, "a leader was not removed"
     assert scheduler.counters.num_added == scheduler.counters.num_finished
 
 

@@ -22,8 +22,10 @@ from paged.core.blocks import BlockPool
 from paged.core.plan import Started, StepResult
 from paged.core.policy import Policy
 from paged.core.request import Request
+from paged.core.reuse import PrefixReuse
 from paged.core.scheduler import Commit, Scheduler
 from paged.core.sequence import Sequence as Seq
+from paged.core.sequence import Status
 from paged.kernels import attention as attention_module
 from paged.kernels import kv_cache as kv_cache_module
 from paged.kernels import linear as linear_module
@@ -171,19 +173,32 @@ def double_free_guard_removed(fault: Fault) -> None:
                 original(self, [block])
 
 
+def tokens_of(sequence: Seq) -> list[int]:
+    return [*(sequence.request.prompt.token_ids or ()), *sequence.output_ids]
+
+
 def partial_block_shared(fault: Fault) -> None:
     """A sequence takes over a block of a running one of which only the beginning is its own text."""
 
-    @fault.replaces(Scheduler, "_match")
-    def match(original: Any, self: Scheduler, sequence: Seq) -> list[int] | None:
+    started: list[Seq] = []
+
+    @fault.replaces(PrefixReuse, "lead")
+    def lead(original: Any, self: PrefixReuse, sequence: Seq) -> None:
+        original(self, sequence)
+        started.append(sequence)
+
+    @fault.replaces(PrefixReuse, "match")
+    def match(original: Any, self: PrefixReuse, sequence: Seq) -> list[int] | None:
         adopted = original(self, sequence)
         if adopted is None:
             return None
-        first, size = len(adopted) * self.config.block_size, self.config.block_size
-        for other in self._running:
-            pairs = zip(other.tokens[: other.num_computed], sequence.tokens, strict=False)
+        first, size = len(adopted) * self._block_size, self._block_size
+        for other in started:
+            if other.status is not Status.RUNNING:
+                continue
+            pairs = zip(tokens_of(other)[: other.num_computed], tokens_of(sequence), strict=False)
             num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if first < num_common < first + size < len(sequence.tokens):
+            if first < num_common < first + size < sequence.num_committed:
                 fault.reach()
                 return [*adopted, other.blocks[len(adopted)]]
         return adopted
@@ -192,11 +207,11 @@ def partial_block_shared(fault: Fault) -> None:
 def last_token_not_recomputed(fault: Fault) -> None:
     """A text of whole blocks is taken over to its very end."""
 
-    @fault.replaces(Scheduler, "_match")
-    def match(original: Any, self: Scheduler, sequence: Seq) -> list[int] | None:
+    @fault.replaces(PrefixReuse, "match")
+    def match(original: Any, self: PrefixReuse, sequence: Seq) -> list[int] | None:
         adopted = original(self, sequence)
-        if adopted is not None and (len(adopted) + 1) * self.config.block_size == len(sequence.tokens):
-            block = self.pool.lookup(sequence.keys[len(adopted)])
+        if adopted is not None and (len(adopted) + 1) * self._block_size == sequence.num_committed:
+            block = self._pool.lookup(sequence.keys[len(adopted)])
             if block is not None:
                 fault.reach()
                 return [*adopted, block]
@@ -212,7 +227,8 @@ def preemption_forgets_tokens(fault: Fault) -> None:
         original(self, sequence)
         if sequence.num_output:
             fault.reach()
-        del sequence.tokens[sequence.num_prompt :]
+        sequence.output_ids.clear()
+        sequence.num_output = 0
         sequence.num_tokens = sequence.num_prompt
 
 
@@ -225,7 +241,7 @@ def preemption_forgets_to_free(fault: Fault) -> None:
 
 
 def oldest_victim(fault: Fault) -> None:
-    @fault.replaces(Policy, "victim")
+    @fault.replaces(Policy, "choose_victim")
     def victim(original: Any, self: Policy, candidates: Sequence[Seq]) -> Seq:
         if len(candidates) > 1:
             fault.reach()
@@ -360,7 +376,7 @@ def vocabulary_check_removed(fault: Fault) -> None:
     def check(original: Any, self: Scheduler, request: Request) -> None:
         config = self.config
         assert config.vocab_size is not None
-        if not all(0 <= token < config.vocab_size for token in request.prompt.token_ids):
+        if not all(0 <= token < config.vocab_size for token in request.prompt.token_ids or ()):
             fault.reach()
         self.config = replace(config, vocab_size=None)
         try:

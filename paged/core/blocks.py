@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+
+from paged.core.prompt import Key
 
 
 class BlockPool:
@@ -14,28 +16,37 @@ class BlockPool:
     free ones, last freed first, then from the cached ones, least recently used first, which lose their key.
     """
 
-    __slots__ = ("_block_by_key", "_cached", "_free", "_key_by_block", "num_blocks", "num_evictions", "references")
+    __slots__ = (
+        "_block_by_key",
+        "_cached",
+        "_free",
+        "_key_by_block",
+        "_num_stale",
+        "num_blocks",
+        "num_cached",
+        "num_evictions",
+        "references",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
+        self.num_cached = 0
         self.num_evictions = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        self._block_by_key: dict[bytes, int] = {}
-        self._key_by_block: dict[int, bytes] = {}
+        # Least recently used first. A block that is adopted stays in it as a stale entry, which is passed over later:
+        # of a block's entries only the last one can be valid.
+        self._cached: deque[int] = deque()
+        self._num_stale = [0] * num_blocks
+        self._block_by_key: dict[Key, int] = {}
+        self._key_by_block: list[Key | None] = [None] * num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, those kept for reuse included."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_cached(self) -> int:
-        """Unreferenced blocks that are kept for reuse."""
-        return len(self._cached)
+        return len(self._free) + self.num_cached
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks, each with one reference, or none at all.
@@ -43,11 +54,20 @@ class BlockPool:
         Raises:
             RuntimeError: fewer than ``count`` are free; nothing has changed.
         """
-        if count > self.num_free:
+        free = self._free
+        if count > len(free) + self.num_cached:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free of {self.num_blocks}")
-        blocks = [self._take() for _ in range(count)]
+        if count <= len(free):
+            first = len(free) - count
+            blocks = free[first:][::-1]
+            del free[first:]
+        else:
+            blocks = free[::-1]
+            free.clear()
+            self._evict(count - len(blocks), blocks)
+        references = self.references
         for block in blocks:
-            self.references[block] = 1
+            references[block] = 1
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -56,42 +76,52 @@ class BlockPool:
         Raises:
             RuntimeError: a block has no reference; those after it in ``blocks`` have been freed.
         """
-        references = self.references
+        references, keys, cached, free = self.references, self._key_by_block, self._cached, self._free
         for block in reversed(blocks):
-            if references[block] == 0:
+            count = references[block]
+            if count == 0:
                 raise RuntimeError(f"block {block} is freed, but nothing refers to it")
-            references[block] -= 1
-            if references[block] == 0:
-                if block in self._key_by_block:
-                    self._cached[block] = None
+            references[block] = count - 1
+            if count == 1:
+                if keys[block] is None:
+                    free.append(block)
                 else:
-                    self._free.append(block)
+                    cached.append(block)
+                    self.num_cached += 1
 
     def adopt(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of ``blocks``, which ``lookup`` returned."""
         for block in blocks:
             if self.references[block] == 0:
-                del self._cached[block]
+                self._num_stale[block] += 1
+                self.num_cached -= 1
             self.references[block] += 1
 
-    def lookup(self, key: bytes) -> int | None:
+    def lookup(self, key: Key) -> int | None:
         """The block whose published content has ``key``, or None."""
         return self._block_by_key.get(key)
 
-    def publish(self, block: int, key: bytes) -> None:
+    def publish(self, block: int, key: Key) -> None:
         """Let ``block`` be found by ``key``; if another block already is, nothing changes."""
-        assert self.references[block] > 0, "only a block in use can be published"
-        if key in self._block_by_key or block in self._key_by_block:
-            return
-        self._block_by_key[key] = block
-        self._key_by_block[block] = key
+        self.publish_all((block,), (key,))
+
+    def publish_all(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
+        """``publish`` each of ``blocks`` under the key at the same place."""
+        references, block_by_key, key_by_block = self.references, self._block_by_key, self._key_by_block
+        for block, key in zip(blocks, keys, strict=True):
+            assert references[block] > 0, "only a block in use can be published"
+            if key not in block_by_key and key_by_block[block] is None:
+                block_by_key[key] = block
+                key_by_block[block] = key
 
     def forget(self) -> None:
         """Take back every key: what is cached becomes free, what is referenced can no longer be found."""
-        self._free.extend(self._cached)
+        self._free.extend(self._valid_cached())
         self._cached.clear()
+        self.num_cached = 0
+        self._num_stale = [0] * self.num_blocks
         self._block_by_key.clear()
-        self._key_by_block.clear()
+        self._key_by_block = [None] * self.num_blocks
 
     def check_writable(self, blocks: Iterable[int]) -> None:
         """Refuse to write into shared or published blocks.
@@ -100,7 +130,7 @@ class BlockPool:
             RuntimeError: naming the first block that has not exactly one reference, or that can be found by key.
         """
         for block in blocks:
-            if self.references[block] != 1 or block in self._key_by_block:
+            if self.references[block] != 1 or self._key_by_block[block] is not None:
                 raise RuntimeError(f"block {block} has {self.references[block]} references and must not be written")
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
@@ -112,23 +142,46 @@ class BlockPool:
         Raises:
             AssertionError: saying what is inconsistent.
         """
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), set(self._valid_cached())
         referenced = {block for block, count in enumerate(self.references) if count > 0}
+        keys = {key: block for block, key in enumerate(self._key_by_block) if key is not None}
         assert len(free) == len(self._free), "a block is twice in the free list"
+        assert len(cached) == self.num_cached, "cached blocks are miscounted"
         assert not free & cached, "a block is free and cached"
         assert not referenced & (free | cached), "a referenced block is free or cached"
         assert len(free) + len(cached) + len(referenced) == self.num_blocks, "a block is lost"
-        assert cached <= self._key_by_block.keys(), "a cached block has no key"
-        assert not free & self._key_by_block.keys(), "a free block has a key"
-        assert {key: block for block, key in self._key_by_block.items()} == self._block_by_key, "keys disagree"
+        assert cached <= set(keys.values()), "a cached block has no key"
+        assert not free & set(keys.values()), "a free block has a key"
+        assert keys == self._block_by_key, "keys disagree"
         if tables is not None:
             counts = Counter(block for table in tables for block in table)
             assert all(self.references[block] == counts[block] for block in range(self.num_blocks)), "counts disagree"
 
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        block, _ = self._cached.popitem(last=False)
-        del self._block_by_key[self._key_by_block.pop(block)]
-        self.num_evictions += 1
-        return block
+    def _evict(self, count: int, blocks: list[int]) -> None:
+        """Take ``count`` cached blocks, which lose their keys, and append them to ``blocks``."""
+        cached, num_stale = self._cached, self._num_stale
+        block_by_key, key_by_block = self._block_by_key, self._key_by_block
+        self.num_cached -= count
+        self.num_evictions += count
+        while count:
+            block = cached.popleft()
+            if num_stale[block]:
+                num_stale[block] -= 1
+                continue
+            key = key_by_block[block]
+            assert key is not None
+            del block_by_key[key]
+            key_by_block[block] = None
+            blocks.append(block)
+            count -= 1
+
+    def _valid_cached(self) -> list[int]:
+        """Cached blocks, least recently used first."""
+        num_stale = self._num_stale[:]
+        valid: list[int] = []
+        for block in self._cached:
+            if num_stale[block]:
+                num_stale[block] -= 1
+            else:
+                valid.append(block)
+        return valid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paged.core.request import Request
 
@@ -21,7 +21,8 @@ class Started:
     Attributes:
         slot: its place in the executor's tables until the slot is released.
         request: what was asked for; ``request.prompt`` holds the prompt's tokens.
-        output_ids: tokens generated before a preemption, in order; empty at first.
+        output_ids: tokens generated before a preemption, in order; empty at first, and if no executor tells tokens.
+        num_output: how many were generated before.
         blocks: its block table; the leading ``num_cached // block_size`` blocks are already computed.
         num_cached: tokens whose keys and values are taken over from the cache.
     """
@@ -29,17 +30,20 @@ class Started:
     slot: int
     request: Request
     output_ids: tuple[int, ...]
+    num_output: int
     blocks: tuple[int, ...]
     num_cached: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step, as differences to the executor's state and parallel columns, one row a sequence.
 
     An executor applies ``released``, ``started`` and ``appended`` in this order, then computes the rows:
     row i feeds the tokens at positions ``starts[i] .. starts[i] + lengths[i] - 1`` of the sequence in
     ``slots[i]``. The token at a position that no earlier result has reported is the one just sampled for it.
+
+    A tuple, because it is made for every step. Nobody changes a column, and while every sequence decodes, ``slots``,
+    ``lengths`` and ``logits`` are the very objects of the plan before: an executor may keep what it made of them.
 
     Attributes:
         step: counts up from 0 over the scheduler's life.
@@ -68,21 +72,22 @@ class StepPlan:
         return sum(self.lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What executing a plan gave.
 
     Attributes:
         step: the plan's.
-        tokens: sampled token ids, one for each row with the flag SAMPLE, in row order.
-        stopped: parallel to ``tokens``: whether that token ends its sequence (end token, stop token, stop text).
+        tokens: sampled token ids, one for each row with the flag SAMPLE, in row order; None if they are not told, as
+            in a simulation, which knows only when samples end.
+        stopped: one flag for each row that samples: whether its token ends the sequence (end token, stop token, stop
+            text).
         nan_rows: indices of plan rows whose logits held a NaN; their tokens are meaningless.
         start_s, end_s: start and end of the step on the executor's clock, seconds.
         payload: whatever the executor reports beside (log-probabilities, text); the scheduler does not look at it.
     """
 
     step: int
-    tokens: Sequence[int]
+    tokens: Sequence[int] | None
     stopped: Sequence[bool]
     nan_rows: Sequence[int]
     start_s: float

@@ -1,12 +1,13 @@
-"""What a caller asks for: prompts, sampling parameters and requests, checked once and frozen."""
+"""What a caller asks for: sampling parameters and requests, checked once and frozen."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
+
+from paged.core.prompt import AnyPrompt
 
 # What a prompt can be given as.
 PROMPT_FORMS = ("prompt", "prompt_token_ids", "messages")
@@ -108,45 +109,6 @@ class SamplingParams:
         return self.temperature == 0
 
 
-class Prompt:
-    """Token ids of a prompt, shared by all samples of a request, with the keys of its full blocks.
-
-    Immutable. The keys are computed once for a block size and salt and kept, because every sample and
-    every admission asks for them.
-    """
-
-    __slots__ = ("_keys", "token_ids")
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids: tuple[int, ...] = tuple(token_ids)
-        self._keys: dict[tuple[int, bytes], tuple[bytes, ...]] = {}
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def block_keys(self, block_size: int, salt: bytes) -> tuple[bytes, ...]:
-        """One 128-bit key for each full block, chained from ``salt``."""
-        known = self._keys.get((block_size, salt))
-        if known is None:
-            keys: list[bytes] = []
-            extend_block_keys(keys, self.token_ids, block_size, salt)
-            known = self._keys[(block_size, salt)] = tuple(keys)
-        return known
-
-
-def extend_block_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
-    """Append to ``keys`` the keys of every full block of ``token_ids`` that it does not cover yet.
-
-    A key is blake2b-128 over its predecessor (``salt`` for the first) and the block's tokens, so equal keys
-    mean equal tokens from position 0 on, under the same weights.
-    """
-    parent = keys[-1] if keys else salt
-    for end in range((len(keys) + 1) * block_size, len(token_ids) + 1, block_size):
-        block = array("i", token_ids[end - block_size : end])
-        parent = blake2b(parent + block.tobytes(), digest_size=16).digest()
-        keys.append(parent)
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sample to generate: the unit that the scheduler admits, preempts and finishes.
@@ -160,14 +122,17 @@ class Request:
         params: the sampling parameters of the whole request.
         seed: 64-bit start of this sample's random stream.
         max_tokens: most tokens to generate, resolved against the engine's limits.
+        output_len: for measuring and simulation: the sample ends with this many tokens, as if the last one were an
+            end token, and no end token ends it before. The executor's business: no decision looks at it.
     """
 
     id: str
     sample: int
-    prompt: Prompt
+    prompt: AnyPrompt
     params: SamplingParams
     seed: int
     max_tokens: int
+    output_len: int | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from enum import Enum, StrEnum
 
+from paged.core.prompt import Key
 from paged.core.request import Request
 
 
@@ -30,10 +31,11 @@ class Sequence:
 
     Attributes:
         request: what was asked for.
-        tokens: prompt and committed output.
         num_prompt: length of the prompt.
-        num_tokens: tokens to be computed as far as known: ``tokens`` and those in flight, but never the last one
-            that ``max_tokens`` allows, which is not fed back.
+        output_ids: committed output, as far as executors tell tokens.
+        num_output: committed output tokens, told or not.
+        num_tokens: tokens to be computed as far as known: prompt, committed output and what is in flight, but never
+            the last one that ``max_tokens`` allows, which is not fed back.
         num_scheduled: leading tokens whose computation is planned, committed or not.
         num_computed: leading tokens whose keys and values are in the cache.
         num_in_flight: plans in flight that contain this sequence.
@@ -59,16 +61,17 @@ class Sequence:
         "num_computed",
         "num_forwarded",
         "num_in_flight",
+        "num_output",
         "num_preemptions",
         "num_prompt",
         "num_published",
         "num_scheduled",
         "num_tokens",
+        "output_ids",
         "publish_at",
         "request",
         "slot",
         "status",
-        "tokens",
         "waits_for",
     )
 
@@ -76,8 +79,9 @@ class Sequence:
         self.request = request
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.tokens = list(request.prompt.token_ids)
-        self.num_prompt = self.num_tokens = len(self.tokens)
+        self.output_ids: list[int] = []
+        self.num_output = 0
+        self.num_prompt = self.num_tokens = len(request.prompt)
         self.max_tokens_total = self.num_prompt + request.max_tokens
         self.num_scheduled = self.num_computed = self.num_published = 0
         self.num_in_flight = 0
@@ -86,15 +90,20 @@ class Sequence:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.blocks: list[int] = []
-        self.keys: list[bytes] = []
+        self.keys: list[Key] = []
         self.publish_at: float = math.inf
-        self.waits_for: bytes | None = None
+        self.waits_for: Key | None = None
         self.slot = -1
 
     @property
-    def num_output(self) -> int:
-        """Committed output tokens."""
-        return len(self.tokens) - self.num_prompt
+    def num_committed(self) -> int:
+        """Tokens of the prompt and of the committed output."""
+        return self.num_prompt + self.num_output
+
+    @property
+    def knows_output(self) -> bool:
+        """Whether the committed output's tokens are known, and not only their number."""
+        return len(self.output_ids) == self.num_output
 
     def __repr__(self) -> str:
         return (

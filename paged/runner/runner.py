@@ -184,7 +184,7 @@ class TorchRunner:
     def _start(self, started: Started) -> None:
         request, slot, output = started.request, started.slot, started.output_ids
         params = request.params
-        tokens = request.prompt.token_ids + output
+        tokens = _known(request) + output
         self._tokens[slot, : len(tokens)] = tokens
         self._blocks[slot, : len(started.blocks)] = started.blocks
         self._num_blocks[slot] = len(started.blocks)
@@ -198,7 +198,7 @@ class TorchRunner:
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             vocab_size = self.decoder.spec.vocab_size
             counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=vocab_size).astype(np.int32)
-            seen = np.bincount(np.asarray(request.prompt.token_ids), minlength=vocab_size) > 0
+            seen = np.bincount(np.asarray(_known(request)), minlength=vocab_size) > 0
             device = self.device
             state.counts = _TokenCounts(torch.from_numpy(counts).to(device), torch.from_numpy(seen).to(device))
         self._slots[slot] = state
@@ -266,7 +266,7 @@ class TorchRunner:
         """Score the prompt tokens that follow the positions of a chunk, whose final hidden states are given."""
         request = self._state(plan.slots[row]).request
         first = plan.starts[row] + 1
-        targets = request.prompt.token_ids[first : first + plan.lengths[row]]
+        targets = _known(request)[first : first + plan.lengths[row]]
         temperature, num_top = request.params.temperature, request.params.prompt_logprobs
         scores: list[PromptScore] = []
         for begin in range(0, len(targets), SCORE_ROWS):
@@ -302,7 +302,10 @@ class TorchRunner:
             self._tokens[slot, plan.starts[row] + plan.lengths[row]] = token
             if state.counts is not None:
                 state.counts.output_V[token] += 1
-            if token in state.stop_ids:
+            if state.request.output_len is not None:
+                if _ends_here(state.request, plan.starts[row] + plan.lengths[row] + 1):
+                    stops[index] = Stop(None, is_token=False)
+            elif token in state.stop_ids:
                 asked = token in state.request.params.stop_token_ids
                 stops[index] = Stop(token if asked else None, is_token=True)
             elif state.stream is not None and state.stream.push(token):
@@ -333,3 +336,15 @@ class TorchRunner:
         ids_RK, values_RK = top_logprobs(chosen_RV, temperature_R, max(counts))
         found = zip(wanted, counts, ids_RK.tolist(), values_RK.tolist(), strict=True)
         return {index: (ids[:count], values[:count]) for index, count, ids, values in found}
+
+
+def _ends_here(request: Request, num_tokens: int) -> bool:
+    """Whether a request of a given output length ends now that it has ``num_tokens`` tokens, prompt included."""
+    assert request.output_len is not None
+    return num_tokens - len(request.prompt) == request.output_len < request.max_tokens
+
+
+def _known(request: Request) -> tuple[int, ...]:
+    """The prompt's tokens; only a simulation knows none."""
+    assert request.prompt.token_ids is not None, f"request {request.id!r} has no tokens to compute"
+    return request.prompt.token_ids

@@ -12,7 +12,8 @@ import pytest
 from mock_device import Run, ask, drive, setup, verify
 from paged.core.metrics import Counters
 from paged.core.policy import Fifo, Policy, Reserve, Watermark
-from paged.core.request import Prompt, Request
+from paged.core.prompt import Prompt
+from paged.core.request import Request
 from paged.core.sequence import FinishReason
 
 NUM_RUNS = 320

@@ -6,22 +6,14 @@ import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged.core.request import (
-    MAX_LOGPROBS,
-    MAX_SAMPLES,
-    Prompt,
-    SamplingParams,
-    extend_block_keys,
-    sample_seed,
-    stable_hash,
-)
+from paged.core.prompt import Prompt
+from paged.core.request import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams, sample_seed, stable_hash
 
 NAN, INF = float("nan"), float("inf")
 
@@ -177,7 +169,8 @@ def test_seeds_are_pinned() -> None:
 
 def test_seeds_are_the_same_in_a_process_that_hashes_differently() -> None:
     program = (
-        "from paged.core.request import Prompt, sample_seed, stable_hash\n"
+        "from paged.core.prompt import Prompt\n"
+        "from paged.core.request import sample_seed, stable_hash\n"
         "print(stable_hash('a', 1), sample_seed('x', None, 2), sample_seed('x', 5, 2), hash('x'),"
         " Prompt(range(8)).block_keys(4, b's')[1].hex())"
     )
@@ -244,16 +237,6 @@ def test_keys_are_128_bits_and_kept() -> None:
     assert {len(key) for key in keys} == {16}
     assert prompt.block_keys(8, b"") is keys
     assert prompt.block_keys(4, b"") != keys
-
-
-@given(st.lists(st.integers(0, 2**31 - 1), max_size=30), st.integers(1, 5), st.data())
-def test_keys_grow_with_the_tokens(tokens: list[int], size: int, data: st.DataObject) -> None:
-    """Keys extended as tokens come in are those of the whole."""
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
-    keys: list[bytes] = []
-    for _, end in pairwise([0, *cuts, len(tokens)]):
-        extend_block_keys(keys, tokens[:end], size, b"s")
-    assert tuple(keys) == Prompt(tokens).block_keys(size, b"s")
 
 
 def test_a_prompt_keeps_its_own_tokens() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from mock_device import MockDevice, Outcome, Run, ask, assert_idle, drive, setup, snapshot, state_of, take_in, verify
 from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, StepPlan, StepResult
-from paged.core.policy import Fifo, Policy, Reserve, Watermark, num_blocks_for
-from paged.core.request import Prompt, Request
+from paged.core.policy import Fifo, Load, Policy, Reserve, Watermark, num_blocks_for
+from paged.core.prompt import Prompt
+from paged.core.request import Request
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler, SchedulerConfig
 from paged.core.sequence import FinishReason
 from paged.core.sequence import Sequence as Seq
@@ -272,8 +273,24 @@ def test_a_result_must_hold_a_token_for_each_sampled_row() -> None:
     scheduler, _ = setup(8, 4)
     scheduler.add([ask("a", [1], 5)])
     scheduler.plan()
-    with pytest.raises(AssertionError, match="one token and one stop flag"):
+    with pytest.raises(AssertionError, match="one stop flag for each"):
         scheduler.commit(StepResult(0, [1, 2], [False, False], [], 0.0, 0.0))
+
+
+def test_a_steady_result_must_hold_a_token_for_each_row() -> None:
+    scheduler, device = setup(8, 4)
+    scheduler.add([ask("a", [1], 15)])
+    for _ in range(4):
+        plan = scheduler.plan()
+        assert plan is not None
+        device.submit(plan)
+        result = device.collect()
+        if plan.step < 3:
+            scheduler.commit(result)
+    with pytest.raises(AssertionError, match="one stop flag for each"):
+        scheduler.commit(result._replace(stopped=[False, False]))
+    with pytest.raises(ValueError, match="zip"):
+        scheduler.commit(result._replace(tokens=[1, 2]))
 
 
 def test_nothing_to_plan_while_the_last_token_is_in_flight() -> None:
@@ -289,7 +306,7 @@ def test_nothing_to_plan_while_the_last_token_is_in_flight() -> None:
 class Impossible(Policy):
     """Asks for more blocks than there are."""
 
-    def blocks_to_admit(self, sequence: Seq, block_size: int) -> int:
+    def blocks_to_admit(self, sequence: Seq, load: Load) -> int:
         return 1000
 
 
@@ -353,19 +370,19 @@ def test_thrash_is_bounded(depth: int) -> None:
 
 @dataclass(frozen=True)
 class OldestVictim(Policy):
-    def victim(self, candidates: Sequence[Seq]) -> Seq:
+    def choose_victim(self, candidates: Sequence[Seq]) -> Seq:
         return candidates[0]
 
 
 @dataclass(frozen=True)
 class LongestVictim(Policy):
-    def victim(self, candidates: Sequence[Seq]) -> Seq:
+    def choose_victim(self, candidates: Sequence[Seq]) -> Seq:
         return max(candidates, key=lambda sequence: (len(sequence.blocks), sequence.request.key))
 
 
 @dataclass(frozen=True)
 class MiddleVictim(Policy):
-    def victim(self, candidates: Sequence[Seq]) -> Seq:
+    def choose_victim(self, candidates: Sequence[Seq]) -> Seq:
         return candidates[len(candidates) // 2]
 
 
@@ -377,10 +394,10 @@ def test_the_first_that_runs_is_never_offered_as_a_victim(policy: Policy) -> Non
     offered: list[tuple[Seq, list[Seq]]] = []
 
     class Watched(type(policy)):  # type: ignore[misc]
-        def victim(self, candidates: Sequence[Seq]) -> Seq:
+        def choose_victim(self, candidates: Sequence[Seq]) -> Seq:
             offered.append((scheduler._running[0], list(candidates)))
             assert [c.slot for c in candidates] == [s.slot for s in scheduler._running if s in candidates]
-            return policy.victim(candidates)
+            return policy.choose_victim(candidates)
 
     scheduler, device = setup(10, 4, policy=Watched(), prefix_reuse=False)
     run = drive(scheduler, device, {i: [[ask(f"r{i}", range(6), 20)]] for i in range(8)})

@@ -41,7 +41,7 @@ from engine_tools import (
 )
 from paged import Engine, SampleUpdate, SamplingParams
 from paged.core.blocks import BlockPool
-from paged.core.policy import Policy
+from paged.core.policy import Load, Policy
 from paged.core.sequence import Sequence as ScheduledSequence
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import LayerCache, store
@@ -365,23 +365,23 @@ class BrokenPolicy(Policy):
         if name == self.method and self.calls.count(name) - 1 == self.at_call:
             raise PlantedError(name)
 
-    def blocks_to_admit(self, sequence: ScheduledSequence, block_size: int) -> int:
+    def blocks_to_admit(self, sequence: ScheduledSequence, load: Load) -> int:
         self._count("blocks_to_admit")
-        return super().blocks_to_admit(sequence, block_size)
+        return super().blocks_to_admit(sequence, load)
 
-    def blocks_kept_free(self, running: Sequence[ScheduledSequence], num_blocks: int, block_size: int) -> int:
+    def blocks_kept_free(self, sequence: ScheduledSequence, load: Load) -> int:
         self._count("blocks_kept_free")
-        return super().blocks_kept_free(running, num_blocks, block_size)
+        return super().blocks_kept_free(sequence, load)
 
-    def victim(self, candidates: Sequence[ScheduledSequence]) -> ScheduledSequence:
-        self._count("victim")
-        return super().victim(candidates)
+    def choose_victim(self, candidates: Sequence[ScheduledSequence]) -> ScheduledSequence:
+        self._count("choose_victim")
+        return super().choose_victim(candidates)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     ("method", "at_calls"),
-    [("blocks_to_admit", (0, 1, 2, 4, 7)), ("blocks_kept_free", (0, 1, 2, 5)), ("victim", (0, 1))],
+    [("blocks_to_admit", (0, 1, 2, 4, 7)), ("blocks_kept_free", (0, 1, 2, 5)), ("choose_victim", (0, 1))],
 )
 def test_a_policy_that_raises_costs_nobody_their_place(method: str, at_calls: Sequence[int], depth: int) -> None:
     """Requests that let others pass while a leader computes their prefix were out of the queue when a policy raised.

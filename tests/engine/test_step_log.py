@@ -16,7 +16,8 @@ from engine_tools import INVARIANT, SEEDED, SPEC, VOCAB, Arrival, drive, make_en
 from paged import CompletionOutput, Engine, SampleUpdate
 from paged.core.plan import StepPlan, StepResult
 from paged.core.policy import Fifo, Policy, Reserve, Watermark
-from paged.core.request import Prompt, Request, SamplingParams
+from paged.core.prompt import Prompt
+from paged.core.request import Request, SamplingParams
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler, SchedulerConfig
 from paged.core.sequence import FinishReason
 from paged.model.decoder import Decoder
