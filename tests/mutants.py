@@ -313,7 +313,7 @@ def nan_check_removed(fault: Fault) -> None:
     def commit(original: Any, self: Scheduler, result: StepResult) -> Commit:
         if result.nan_rows:
             fault.reach()
-        return original(self, replace(result, nan_rows=[]))
+        return original(self, result._replace(nan_rows=[]))
 
 
 def seed_salted_per_process(fault: Fault) -> None:

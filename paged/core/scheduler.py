@@ -598,7 +598,6 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Finished:
         """End a sequence, running or waiting, and take it out of the books."""
-        self._end_steady()
         if sequence.status is Status.RUNNING:
             self._leave(sequence)
         else:
@@ -621,6 +620,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back the blocks and the slot of a running sequence."""
+        self._end_steady()
         self._running.remove(sequence)
         self.pool.free(sequence.blocks)
         sequence.blocks = []

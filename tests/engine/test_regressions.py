@@ -230,7 +230,7 @@ INNER = {
     "a sequence that grows": ("scheduler", "_grow"),
     "an eviction": ("scheduler", "_evict"),
     "commit": ("scheduler", "commit"),
-    "blocks that are published": ("scheduler", "_publish"),
+    "a slot that is left": ("scheduler", "_leave"),
     "a sequence that finishes": ("scheduler", "_finish"),
     "results that are taken in": ("engine", "_take_in"),
     "an output that is made": ("engine", "_output"),
