@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate", "SamplingParams"]
 
-# `kernels/`, `conf/` (and later `sim/`) are packaged as paged.kernels, ...; inside a clone that is not
-# installed they lie beside this folder.
+# `sim/`, `kernels/` and `conf/` are packaged as paged.sim, ...; inside a clone that is not installed they lie
+# beside this folder.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))

@@ -28,7 +28,8 @@ class Command:
     Attributes:
         summary: one line for the usage text.
         module: imported when the command is given; its `job(cfg, folder, overrides) -> int` does the work and
-            returns the exit code. It raises UserError for mistakes and must leave standard output to results.
+            returns the exit code. It raises UserError for mistakes and must leave standard output to results. If it has
+            a `finish_sweep(folder, jobs) -> None`, that is called at the end of a sweep with the folders of its jobs.
     """
 
     summary: str
@@ -37,6 +38,9 @@ class Command:
 
 COMMANDS: Final[Mapping[str, Command]] = {
     "run": Command("sample a workload with the engine (python -m paged run --help shows its config)", "paged.run"),
+    "plan": Command("say on paper what a configuration needs, how fast it could be, and what fits", "paged.planner"),
+    "sim": Command("predict what a run would do: the same scheduler on a simulated clock", "paged.simulate"),
+    "calibrate": Command("fit a model of step times to the step logs of real runs", "paged.calibrate"),
 }
 
 
@@ -111,11 +115,12 @@ def _run_hydra(word: str, args: list[str]) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from paged.config import conf_folder, hydra_sentence
+    from paged.config.convert import conf_folder, hydra_sentence
 
     args = _open_resumed_folder(_overrides_first(args))
     codes: list[int] = []
     sweeps: list[str] = []
+    jobs: list[Path] = []
     in_job = False
 
     def task(cfg: DictConfig) -> None:
@@ -124,6 +129,7 @@ def _run_hydra(word: str, args: list[str]) -> int:
         chosen = HydraConfig.get()
         if chosen.mode == RunMode.MULTIRUN:
             sweeps.append(os.path.abspath(chosen.sweep.dir))
+            jobs.append(Path(chosen.runtime.output_dir))
         try:
             job = importlib.import_module(COMMANDS[word].module).job
             overrides = OmegaConf.to_container(chosen.overrides.task, resolve=False)
@@ -148,7 +154,7 @@ def _run_hydra(word: str, args: list[str]) -> int:
         if in_job:
             raise
         # Composing the config: Hydra raises bare ValueErrors, too.
-        raise UserError(hydra_sentence(error)) from error
+        raise UserError(hydra_sentence(error, word)) from error
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -156,6 +162,9 @@ def _run_hydra(word: str, args: list[str]) -> int:
             raise
         raise UserError(f"hydra.run.dir must be a folder that can be written: {error}") from error
     if sweeps:
+        finish_sweep = getattr(importlib.import_module(COMMANDS[word].module), "finish_sweep", None)
+        if finish_sweep is not None:
+            finish_sweep(Path(sweeps[-1]), jobs)
         print(sweeps[-1])
     return max(codes, default=OK)
 

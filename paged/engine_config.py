@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paged.core.memory import kv_budget_bytes, num_blocks_in
+from paged.core.memory import SAMPLING_BYTES, kv_budget_bytes, kv_token_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Policy, num_blocks_for
 from paged.core.scheduler import SchedulerConfig
@@ -19,8 +19,6 @@ KV_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.
 
 # On a GPU, what activations and the runtime take until it is measured; on a CPU, the whole pool.
 OTHER_GPU_BYTES = 1 << 30
-# Bytes of temporaries that sampling makes for each element of the logits: six of 8 bytes at most at a time.
-SAMPLING_BYTES = 48
 CPU_POOL_BYTES = 2 << 30
 
 
@@ -121,15 +119,7 @@ def position_limit(config: EngineConfig, spec: ModelSpec) -> int:
     Raises:
         ValueError: ``max_seq_len`` exceeds the model's limit, and that is not allowed.
     """
-    limit = spec.max_position_embeddings
-    if config.max_seq_len is None:
-        return limit
-    if config.max_seq_len > limit and not config.allow_long_context:
-        raise ValueError(
-            f"max_seq_len {config.max_seq_len} exceeds the model's max_position_embeddings {limit}; "
-            "set allow_long_context=true to do so anyway"
-        )
-    return config.max_seq_len
+    return spec.position_limit(config.max_seq_len, allow_long_context=config.allow_long_context)
 
 
 def sized_num_blocks(
@@ -148,8 +138,7 @@ def sized_num_blocks(
     Raises:
         ValueError: not even one block fits.
     """
-    scale_bytes = 4 / spec.head_dim if kv_dtype == torch.float8_e4m3fn else 0
-    block_bytes = int(config.block_size * spec.kv_bytes_per_token(1) * (kv_dtype.itemsize + scale_bytes))
+    block_bytes = config.block_size * kv_token_bytes(spec, _name(kv_dtype))
     if device.type == "cpu":
         budget = CPU_POOL_BYTES
     else:
@@ -157,13 +146,19 @@ def sized_num_blocks(
         weights = spec.num_parameters() * dtype.itemsize
         sampling = config.max_num_seqs * spec.vocab_size * SAMPLING_BYTES
         budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES + sampling)
-    num_blocks = num_blocks_in(budget, block_bytes)
+    max_blocks = num_blocks_for(limit, config.block_size)
+    num_blocks = num_blocks_in(budget, block_bytes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
     if num_blocks < 1:
         raise ValueError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for the cache beside the weights; "
             "raise it, or use a smaller dtype"
         )
-    return min(num_blocks, config.max_num_seqs * num_blocks_for(limit, config.block_size))
+    return num_blocks
+
+
+def _name(dtype: torch.dtype) -> str:
+    """A dtype as the config names it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -38,3 +38,26 @@ class DeferredInterrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.is_pending = True
+
+
+class InterruptRequest:
+    """While entered, the first Ctrl-C or SIGTERM only sets `requested`; the second interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> InterruptRequest:
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._in_main_thread:
+            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._in_main_thread:
+            for number, previous in self._previous.items():
+                signal.signal(number, previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True

@@ -18,3 +18,7 @@ class UserError(ValueError):
         if len(others) > 3:
             others = [*others[:3], f"and {len(others) - 3} more"]
         super().__init__(" ".join(" ".join([first, *others]).split()))
+
+
+class InfeasibleError(UserError):
+    """Values that are allowed one by one and impossible together; in a sweep they make a row that says why."""

@@ -8,22 +8,21 @@ import logging
 import os
 import platform
 import shlex
-import signal
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from yaml import YAMLError
 
-from paged.config import RESUMABLE_KEYS, ArithmeticWorkload, PromptsWorkload, RandomWorkload, RunConfig, run_config
+from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config
+from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
 from paged.results import (
@@ -40,13 +39,17 @@ from paged.results import (
     write_summary,
 )
 from paged.workload import arithmetic
-from paged.workload.prompts import PromptLine, RefusedLine, read_prompts, write_prompts
-from paged.workload.synthetic import random_lines
+from paged.workload.arithmetic import ArithmeticWorkload
+from paged.workload.job import SizedWorkload
+from paged.workload.prompts import PromptLine, PromptsWorkload, RefusedLine, read_prompts, write_prompts
 
 if TYPE_CHECKING:
     from paged.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+SWEEP_FIGURES: Final = ("elapsed_s", "num_samples", "output_tokens", "preemptions", "recomputed_tokens", "solved")
+"""What the table of a sweep shows beside the throughput."""
 
 
 def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
@@ -75,6 +78,13 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         write_summary(folder / "summary.json", {"interrupted": True})
         _say_how_to_resume(folder)
         return INTERRUPTED
+
+
+def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
+    """Print the comparison of a sweep's jobs, fastest first, and write it into the sweep's folder."""
+    from paged.sim.sweep import Goal, compare
+
+    print(compare(folder, jobs, Goal("tokens_per_s_end_to_end", largest=True), SWEEP_FIGURES))
 
 
 @contextmanager
@@ -122,9 +132,9 @@ def _local_model(model: str, base: Path) -> str:
 
 
 def _made_lines(
-    workload: ArithmeticWorkload | RandomWorkload, config: RunConfig, model: str
+    workload: ArithmeticWorkload | SizedWorkload, config: RunConfig, model: str
 ) -> Iterable[dict[str, Any]]:
-    """The lines of a workload that is made, not read; random ids are drawn from the model's vocabulary."""
+    """The lines of a workload that is made, not a file of prompts; ids are those of the model's vocabulary."""
     if isinstance(workload, ArithmeticWorkload):
         prompts = arithmetic.builtin_prompts(workload.num_prompts, workload.seed)
         return ({"id": f"arithmetic-{index}", "prompt": prompt} for index, prompt in enumerate(prompts))
@@ -132,9 +142,9 @@ def _made_lines(
         need_weights = config.engine["weights"] != "dummy"
         max_seq_len = config.engine["max_seq_len"]
         vocab_size = find_model(model, config.spec, need_weights=need_weights, max_seq_len=max_seq_len)[1].vocab_size
+        return workload.lines(vocab_size)
     except ValueError as error:
         raise UserError(error) from error
-    return random_lines(workload.num_prompts, workload.input_len, workload.output_len, vocab_size, workload.seed)
 
 
 def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> list[PromptLine | RefusedLine]:
@@ -154,6 +164,7 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
                 reason = f"{str(workload.path)!r} cannot be read ({error.strerror})"
                 raise UserError(f"workload.path must be a file of prompts: {reason}") from error
         else:
+            assert isinstance(workload, ArithmeticWorkload | SizedWorkload), workload
             write_prompts(copy, _made_lines(workload, config, model))
     source = workload.path if isinstance(workload, PromptsWorkload) and not resumed else copy
     try:
@@ -178,6 +189,8 @@ class _Run:
         self.numerics_ids: set[str] = set()
         # Samples still to come, by request id.
         self.unfinished: dict[str, int] = {}
+        # Lines whose time has not come, by time, each with the indices of its samples.
+        self.arriving: deque[tuple[PromptLine, list[int]]] = deque()
         self.texts: dict[str, str] = {}
 
     @property
@@ -192,7 +205,7 @@ class _Run:
         try:
             if self.resumed:
                 self._take_over_results(engine)
-            with ResultsFile(self.results_path) as results, _Interrupt() as interrupt:
+            with ResultsFile(self.results_path) as results, InterruptRequest() as interrupt:
                 self._add(engine, results, interrupt)
                 num_samples = sum(self.unfinished.values())
                 logger.info("%d samples to come from %s, %s", num_samples, model, engine.numerics_id)
@@ -256,8 +269,11 @@ class _Run:
         if self.results_path.is_file():
             keep_finished(self.results_path)
 
-    def _add(self, engine: Engine, results: ResultsFile, interrupt: _Interrupt) -> None:
-        """Hand every line to the engine, but for samples that are finished; refusals go straight to the results."""
+    def _add(self, engine: Engine, results: ResultsFile, interrupt: InterruptRequest) -> None:
+        """Take in every line, but for samples that are finished; refusals go straight to the results.
+
+        Lines that arrive later wait for `_sample`; what a resumed run did not finish has arrived.
+        """
         for line in self.lines:
             if isinstance(line, RefusedLine):
                 self._refuse(results, line, line.reason)
@@ -265,15 +281,25 @@ class _Run:
             missing = [sample for sample in range(line.params.n) if (line.id, sample) not in self.finished]
             if not missing:
                 continue
-            if not interrupt.requested:
-                try:
-                    engine.add_request(line.prompt, line.params, request_id=line.id, samples=missing)
-                except ValueError as error:
-                    self._refuse(results, line, " ".join(str(error).split()))
-                    continue
             self.unfinished[line.id] = len(missing)
-            if isinstance(self.config.workload, ArithmeticWorkload) and isinstance(line.prompt, str):
-                self.texts[line.id] = line.prompt
+            if line.arrival_s > 0 and not self.resumed:
+                self.arriving.append((line, missing))
+            elif not interrupt.requested:
+                self._hand_over(engine, results, line, missing)
+        self.arriving = deque(sorted(self.arriving, key=lambda arriving: arriving[0].arrival_s))
+
+    def _hand_over(self, engine: Engine, results: ResultsFile, line: PromptLine, samples: list[int]) -> None:
+        """Add samples of a line to the engine; if it refuses, they are no longer to come."""
+        try:
+            engine.add_request(
+                line.prompt, line.params, request_id=line.id, samples=samples, output_len=line.output_len
+            )
+        except ValueError as error:
+            del self.unfinished[line.id]
+            self._refuse(results, line, " ".join(str(error).split()))
+            return
+        if isinstance(self.config.workload, ArithmeticWorkload) and isinstance(line.prompt, str):
+            self.texts[line.id] = line.prompt
 
     def _refuse(self, results: ResultsFile, line: PromptLine | RefusedLine, reason: str) -> None:
         if isinstance(self.config.workload, PromptsWorkload):
@@ -283,15 +309,24 @@ class _Run:
         results.write(row)
         self.tally.add(row)
 
-    def _sample(self, engine: Engine, results: ResultsFile, interrupt: _Interrupt) -> int:
-        """Step until all is finished or Ctrl-C; the number of tokens sampled."""
+    def _sample(self, engine: Engine, results: ResultsFile, interrupt: InterruptRequest) -> int:
+        """Step until all has arrived and is finished, or Ctrl-C; the number of tokens sampled."""
         num_tokens = 0
         start_s = time.perf_counter()
         # A terminal is redrawn often; a log file gets a line now and then.
         every_s = 0.1 if sys.stderr.isatty() else 10.0
         total = sum(self.unfinished.values())
         with tqdm(total=total, unit=" samples", mininterval=every_s, file=sys.stderr, dynamic_ncols=True) as bar:
-            while engine.has_unfinished and not interrupt.requested:
+            while (engine.has_unfinished or self.arriving) and not interrupt.requested:
+                now_s = time.perf_counter() - start_s
+                while self.arriving and self.arriving[0][0].arrival_s <= now_s:
+                    self._hand_over(engine, results, *self.arriving.popleft())
+                    bar.total = bar.n + sum(self.unfinished.values())
+                if not engine.has_unfinished:
+                    if self.arriving:
+                        # Short, because a signal only leaves a note.
+                        time.sleep(min(0.05, self.arriving[0][0].arrival_s - now_s))
+                    continue
                 num_finished = 0
                 for update in engine.run_step():
                     num_tokens += len(update.token_ids)
@@ -341,29 +376,6 @@ class _Run:
         if errors:
             return INTERNAL
         return MISTAKE if self.refusals else OK
-
-
-class _Interrupt:
-    """While entered, the first Ctrl-C or SIGTERM only sets `requested`; the second interrupts at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> _Interrupt:
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._in_main_thread:
-            self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._in_main_thread:
-            for number, previous in self._previous.items():
-                signal.signal(number, previous)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
 
 
 def _say_how_to_resume(folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from paged.app import main
+from paged.app import COMMANDS, main
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHARACTERS = ["<eos>", "?", *"0123456789+-*()\n abcdefghijklmnopqrstuvwxyz:"]
@@ -125,7 +125,9 @@ def test_no_command_shows_the_usage_and_an_unknown_one_a_line(capsys: pytest.Cap
     assert main(["rum"]) == 2
     assert capsys.readouterr().err == "paged: there is no command 'rum'; did you mean run?\n"
     assert main(["block_size=3"]) == 2
-    assert capsys.readouterr().err == "paged: there is no command 'block_size=3'; the commands are: run\n"
+    assert capsys.readouterr().err == (
+        f"paged: there is no command 'block_size=3'; the commands are: {', '.join(COMMANDS)}\n"
+    )
 
 
 def test_hydras_help_and_config_are_there(cli: Cli) -> None:
@@ -140,10 +142,11 @@ def test_hydras_help_and_config_are_there(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("paged ", ["run"]),
-        ("paged ru", ["run"]),
+        ("paged ", list(COMMANDS)),
+        ("paged ru", list(COMMANDS)),
         ("paged run policy=", ["policy=fifo", "policy=reserve", "policy=watermark"]),
         ("paged run numerics=fast block_s", ["block_size="]),
+        ("paged plan hardware=h", ["hardware=h100", "hardware=h200"]),
         ("paged unknown ", []),
     ],
 )
@@ -211,6 +214,10 @@ def test_a_sweep_gives_each_point_its_own_folder(cli: Cli) -> None:
     ids = [summary_of(sweep / point)["numerics_id"] for point in ("0", "1")]
     assert ids[0] != ids[1]
     assert [len(rows_of(sweep / point)) for point in ("0", "1")] == [4, 4]
+    header, *points = out.splitlines()[-4:-1]
+    assert header.split()[:2] == ["numerics", "tokens_per_s_end_to_end"]
+    assert {point.split()[0] for point in points} == {"invariant", "fast"}
+    assert (sweep / "sweep.csv").is_file()
 
 
 def test_a_mistake_in_one_point_leaves_the_others_of_a_sweep(cli: Cli) -> None:

@@ -1,40 +1,70 @@
 """Checks the configuration: every root file with every group option, the schemas, and a sentence for each mistake."""
 
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from paged.config import EngineSchema, RunConfig, SamplingSchema, conf_folder, known_keys, run_config
+from paged.config.convert import conf_folder, known_keys
+from paged.config.groups import EngineSchema, SamplingSchema
+from paged.config.run import RunConfig
 from paged.core.policy import Fifo, Reserve, Watermark
 from paged.core.request import SamplingParams
 from paged.outcome import UserError
 
 CONF = conf_folder()
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
-OPTIONS = sorted(f"{path.parent.relative_to(CONF)}={path.stem}" for path in CONF.glob("*/**/*.yaml"))
+TINY = CONF.parent / "paged" / "assets" / "tiny" / "config.json"
 # What an entry leaves to be given.
-GIVEN = {"model=local": ["model.path=somewhere"], "workload=prompts": ["workload.path=prompts.jsonl"]}
+GIVEN = {
+    "model=local": ["model.path=somewhere"],
+    "workload=prompts": ["workload.path=prompts.jsonl"],
+    "workload=trace": ["workload.path=trace.csv"],
+    "latency=calibrated": ["latency.path=calibration.json"],
+}
 
 
-def composed(*overrides: str, root: str = "run") -> RunConfig:
+def composed(*overrides: str) -> RunConfig:
+    config = converted("run", *overrides)
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def converted(root: str, *overrides: str) -> Any:
+    """The checked config of a command: `run_config` of what `conf/run.yaml` composes to, and so on."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(root, list(overrides))
-    assert root == "run"
-    return run_config(cfg)
+    return getattr(importlib.import_module(f"paged.config.{root}"), f"{root}_config")(cfg)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("root", ROOTS)
-def test_every_root_composes_with_every_option(root: str, option: str) -> None:
-    assert composed(option, *GIVEN.get(option, []), root=root).sampling.max_tokens is None
+def options_of(root: str) -> Iterator[str]:
+    """The entries of every group that the command has, and the experiments that are said to be for it."""
+    groups = importlib.import_module(f"paged.config.{root}").ROOT.groups
+    for path in sorted(CONF.glob("*/**/*.yaml")):
+        group = str(path.parent.relative_to(CONF))
+        if group in groups or (group == "experiment" and f"paged {root} " in path.read_text(encoding="utf-8")):
+            yield f"{group}={path.stem}"
+
+
+@pytest.mark.parametrize(("root", "option"), [(root, option) for root in ROOTS for option in options_of(root)])
+def test_every_root_composes_with_every_option(root: str, option: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(TINY.read_text(encoding="utf-8"), encoding="utf-8")
+    given = [f"model.path={tmp_path}"] if root != "run" and option == "model=local" else GIVEN.get(option, [])
+    assert converted(root, option, *given) is not None
 
 
 def test_there_is_something_to_compose() -> None:
-    assert "run" in ROOTS
-    assert len(OPTIONS) >= 10
+    assert {"run", "plan"} <= set(ROOTS)
+    assert len(list(options_of("run"))) >= 20
+    for path in CONF.glob("experiment/*.yaml"):
+        name = f"experiment={path.stem}"
+        assert any(name in options_of(root) for root in ROOTS), f"{name} does not say which command it is for"
 
 
 def test_the_schemas_have_the_fields_of_what_they_build() -> None:
@@ -162,13 +192,20 @@ def test_a_policys_own_range_is_checked() -> None:
         composed("policy=watermark", "policy.fraction=2")
 
 
-def test_the_keys_named_in_hints_are_the_composed_ones() -> None:
+@pytest.mark.parametrize("root", ROOTS)
+def test_the_keys_named_in_hints_are_the_composed_ones(root: str) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("run")
-    assert set(map(str, cfg)) <= set(known_keys())
-    assert {f"sampling.{key}" for key in cfg.sampling} <= set(known_keys())
+        cfg = compose(root)
+    known = set(known_keys(root))
+    assert set(map(str, cfg)) <= known
+    for group in ("sampling", "hardware", "memory"):
+        assert {f"{group}.{key}" for key in cfg.get(group, {})} <= known
+    assert ("hardware.memory_gib.value" in known) == ("hardware" in cfg)
+    assert ("resume" in known) == (root == "run")
 
 
 def test_configuration_and_workloads_import_no_torch() -> None:
-    code = "import sys, paged.app, paged.config, paged.run, paged.workload.prompts; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, paged.app, paged.config.run, paged.run, paged.workload.prompts; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parent).returncode == 0

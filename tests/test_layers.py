@@ -60,9 +60,20 @@ RULES: dict[str, Rule] = {
     "paged.__main__": EVERYTHING,
     "paged.config": EVERYTHING,
     "paged.run": EVERYTHING,
+    "paged.planner": EVERYTHING,
+    "paged.simulate": EVERYTHING,
+    "paged.calibrate": EVERYTHING,
     "paged": EVERYTHING,
 }
-COMPOSITION_ROOT = ("paged.app", "paged.__main__", "paged.config", "paged.run")
+COMPOSITION_ROOT = (
+    "paged.app",
+    "paged.__main__",
+    "paged.config",
+    "paged.run",
+    "paged.planner",
+    "paged.simulate",
+    "paged.calibrate",
+)
 
 
 def within(module: str, part: str) -> bool:
@@ -205,7 +216,7 @@ def test_top_level_names_of_inner_folders_are_never_imported() -> None:
         ("paged.runner.runner", "from paged import Engine"),
         ("paged.engine", "from paged.app import main"),
         ("paged.engine", "from paged.workload import arithmetic"),
-        ("paged.engine", "from paged.config import RunConfig"),
+        ("paged.engine", "from paged.config.run import RunConfig"),
         ("paged.step_log", "import torch"),
         ("paged.sim.driver", "import torch"),
         ("paged.sim.driver", "from paged.engine import Engine"),
@@ -259,3 +270,10 @@ def test_every_module_of_core_and_workload_loads_no_torch(sources: dict[str, str
     names = [name for name in sources if within(name, "paged.core") or within(name, "paged.workload")]
     assert len(names) > 8
     assert not loaded_by(f"import {', '.join(names)}") & {"torch", "numpy", "triton"}
+
+
+def test_planning_and_simulating_load_no_torch(sources: dict[str, str]) -> None:
+    roots = [name for name in ("paged.planner", "paged.simulate", "paged.calibrate") if name in sources]
+    names = [name for name in sources if within(name, "paged.sim") or within(name, "paged.config")]
+    assert len(names) > 6
+    assert not loaded_by(f"import {', '.join([*roots, *names])}") & {"torch", "triton", "transformers"}

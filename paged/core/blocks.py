@@ -44,6 +44,11 @@ class BlockPool:
         self._key_by_block: list[Key | None] = [None] * num_blocks
 
     @property
+    def num_used(self) -> int:
+        """Blocks that some table refers to."""
+        return self.num_blocks - len(self._free) - self.num_cached
+
+    @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, those kept for reuse included."""
         return len(self._free) + self.num_cached

@@ -238,6 +238,22 @@ class ModelSpec:
         """
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * kv_bytes // min(tp, self.num_kv_heads)
 
+    def position_limit(self, max_seq_len: int | None, *, allow_long_context: bool = False) -> int:
+        """Positions that a sequence may have: ``max_seq_len`` or, if None, the model's own limit.
+
+        Raises:
+            ValueError: ``max_seq_len`` exceeds the model's limit, and that is not allowed.
+        """
+        limit = self.max_position_embeddings
+        if max_seq_len is None:
+            return limit
+        if max_seq_len > limit and not allow_long_context:
+            raise ValueError(
+                f"max_seq_len {max_seq_len} exceeds the model's max_position_embeddings {limit}; "
+                "set allow_long_context=true to do so anyway"
+            )
+        return max_seq_len
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object; anything else there is a ``ValueError`` that names the file."""

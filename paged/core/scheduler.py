@@ -116,7 +116,6 @@ class _Draft:
 
     Attributes:
         budget: tokens that may still be scheduled.
-        num_decodes: rows that are plain decodes.
     """
 
     budget: int
@@ -127,7 +126,6 @@ class _Draft:
     sequences: list[Sequence] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     appended: list[tuple[int, int]] = field(default_factory=list)
-    num_decodes: int = 0
 
 
 class Scheduler:
@@ -241,7 +239,7 @@ class Scheduler:
         # An earlier attempt that came to nothing may have preempted; only this one's victims forbid admissions.
         num_preempted = len(self._preempted)
         draft: _Draft | None = None
-        steady = self._steady
+        steady = self._steady or self._begin_steady()
         if steady is not None:
             appended = self._grow_steadily(steady)
             if appended is not None:
@@ -264,10 +262,7 @@ class Scheduler:
             return None
         columns = draft.slots, draft.starts, draft.lengths, draft.logits
         num_tokens = self.config.max_step_tokens - draft.budget
-        plan = self._hand_out(columns, draft.sequences, draft.started, draft.appended, num_tokens)
-        if draft.num_decodes == len(self._running) == len(draft.slots):
-            self._steady = SteadyDecode.after(plan, draft.sequences, self.config.block_size)
-        return plan
+        return self._hand_out(columns, draft.sequences, draft.started, draft.appended, num_tokens)
 
     def commit(self, result: StepResult) -> Commit:
         """Take in the result of the oldest plan in flight: append tokens, publish blocks, finish what ended.
@@ -392,11 +387,33 @@ class Scheduler:
         counters.num_steps += 1
         counters.forward_tokens += num_tokens
         if appended or started:
-            counters.peak_blocks = max(counters.peak_blocks, self.pool.num_blocks - self.pool.num_free)
+            counters.peak_blocks = max(counters.peak_blocks, self.pool.num_used)
         self._in_flight.append((plan, sequences, self._steady))
         return plan
 
     # Steady decoding
+
+    def _begin_steady(self) -> SteadyDecode | None:
+        """A steady decoding of all that runs; None if anything but a plain decode is next for some sequence."""
+        running = self._running
+        if not running or len(running) > self.config.max_step_tokens:
+            return None
+        block_size, references = self.config.block_size, self.pool.references
+        # The youngest are the likeliest to have something else to do.
+        for sequence in reversed(running):
+            position, blocks = sequence.num_scheduled, sequence.blocks
+            is_decode = sequence.num_tokens == position + 1 and position >= sequence.num_forwarded
+            # The last token of a recomputed text may have its block already.
+            if not is_decode or position < sequence.num_prompt or len(blocks) != num_blocks_for(position, block_size):
+                return None
+            # What is begun is written on; a block that is full is followed by a new one.
+            if position % block_size and references[blocks[-1]] != 1:
+                self.pool.check_writable(blocks[-1:])
+        steady = SteadyDecode(running, block_size)
+        if steady.num_left <= 0:
+            return None
+        self._steady = steady
+        return steady
 
     def _grow_steadily(self, steady: SteadyDecode) -> Seq[tuple[int, int]] | None:
         """The blocks that the next plan of a steady decoding appends; None if it cannot go on: nothing has changed."""
@@ -466,7 +483,6 @@ class Scheduler:
                 continue
             # A plain decode; `_add_chunk` spelled out for a row of one token.
             draft.budget -= 1
-            draft.num_decodes += 1
             draft.slots.append(sequence.slot)
             draft.starts.append(position)
             draft.lengths.append(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from paged.core.plan import StepPlan
+from paged.core.plan import SAMPLE
 from paged.core.request import Request
 from paged.core.sequence import Sequence
 
@@ -12,9 +12,13 @@ from paged.core.sequence import Sequence
 class SteadyDecode:
     """Plans that each give one token to the same sequences, until one of them may end.
 
-    Step t = 1, 2, ... of it computes position ``first + t - 1`` of a sequence whose position in the plan before was
-    ``first - 1``. What the scheduler keeps for a sequence follows from t, so it is brought up to date only when
-    somebody looks (``settle``), and only sequences that fill a block are visited in between.
+    Step t = 1, 2, ... of it computes position ``first + t - 1`` of a sequence of which ``first`` tokens had been
+    scheduled. What the scheduler keeps for a sequence follows from t, so it is brought up to date only when somebody
+    looks (``settle``), and only sequences that fill a block are visited in between.
+
+    Args:
+        sequences: all that run, oldest first; each has one token to compute, which no plan has computed before.
+        block_size: tokens in a block.
 
     Attributes:
         sequences, slots, lengths, logits: the columns of every plan, rows in order of admission; never changed.
@@ -40,29 +44,25 @@ class SteadyDecode:
         "slots",
     )
 
-    def __init__(self, plan: StepPlan, sequences: list[Sequence], num_left: int, block_size: int) -> None:
-        self.sequences = sequences
-        self.slots, self.lengths, self.logits = plan.slots, plan.lengths, plan.logits
+    def __init__(self, sequences: Seq[Sequence], block_size: int) -> None:
+        self.sequences = list(sequences)
+        self.slots = [sequence.slot for sequence in sequences]
+        self.lengths = [1] * len(sequences)
+        self.logits = [SAMPLE] * len(sequences)
         self.requests: list[Request | None] = [sequence.request for sequence in sequences]
-        self.num_left = num_left
-        self._starts: Seq[int] = plan.starts
-        self._first_by_slot = {slot: start + 1 for slot, start in zip(plan.slots, plan.starts, strict=True)}
+        firsts = [sequence.num_scheduled for sequence in sequences]
+        # The row at `start` samples token number `start + 2`; only rows that cannot sample the last one count.
+        self.num_left = min([s.max_tokens_total - 2 - first for s, first in zip(sequences, firsts, strict=True)])
+        self._starts = [first - 1 for first in firsts]
+        self._first_by_slot = dict(zip(self.slots, firsts, strict=True))
         self._appends = [sequence.output_ids.append for sequence in sequences]
         self._block_size = block_size
         # The sequences whose first position leaves each remainder: they enter and fill blocks together.
         self._rows_by_residue: list[list[Sequence]] = [[] for _ in range(block_size)]
-        for sequence, start in zip(sequences, plan.starts, strict=True):
-            self._rows_by_residue[(start + 1) % block_size].append(sequence)
+        for sequence, first in zip(sequences, firsts, strict=True):
+            self._rows_by_residue[first % block_size].append(sequence)
         self._num_planned = self._num_committed = 0
         self._settled_planned = self._settled_committed = 0
-
-    @classmethod
-    def after(cls, plan: StepPlan, sequences: list[Sequence], block_size: int) -> SteadyDecode | None:
-        """What follows ``plan``, in which every running sequence decoded; None if one of them is about to end."""
-        # The row at `start` samples token `start + 1` (from 0); only rows that cannot sample the last one count.
-        pairs = zip(sequences, plan.starts, strict=True)
-        num_left = min([sequence.max_tokens_total - 3 - start for sequence, start in pairs])
-        return cls(plan, sequences, num_left, block_size) if num_left > 0 else None
 
     def growing(self) -> Seq[Sequence]:
         """The sequences that need another block for the next plan, in order of admission."""

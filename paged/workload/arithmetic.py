@@ -21,6 +21,8 @@ import random
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from paged.workload.job import SIZED, Job
+
 MAX_OPERATORS: Final = 20
 MAX_TEXT_LENGTH: Final = 900
 """Bound on prompt and leftmost derivation together, in characters (one token each). Other orders of reduction can be
@@ -38,6 +40,21 @@ MAX_SMALLER_FACTOR: Final = 9
 _MEDIAN_OPERATORS: Final = 6.0
 _LOG_SPREAD: Final = 0.65
 _PRECEDENCE: Final = {"+": 1, "-": 1, "*": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticWorkload:
+    """The built-in prompts, whose answers can be scored."""
+
+    num_prompts: int
+    seed: int
+
+    def jobs(self) -> list[Job]:
+        """Always a ``ValueError``: the answers are as long as the model makes them."""
+        raise ValueError(
+            f"workload must be one that knows its lengths ({', '.join(SIZED)}, or prompts with output_len), "
+            "not arithmetic, whose answers are as long as the model makes them"
+        )
 
 
 @dataclass(frozen=True, slots=True)

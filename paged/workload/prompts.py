@@ -10,10 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+from paged.core.prompt import Prompt
 from paged.core.request import PROMPT_FORMS, SamplingParams
+from paged.workload.job import MAX_LENGTH, MAX_SECONDS, Job
+from paged.workload.jsonl import lines_of, parse_object
 
 _SAMPLING_FIELDS: Final = tuple(field.name for field in fields(SamplingParams))
-_FIELDS: Final = (*PROMPT_FORMS, "id", *_SAMPLING_FIELDS)
+_FIELDS: Final = (*PROMPT_FORMS, "id", "output_len", "arrival_s", *_SAMPLING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +28,16 @@ class PromptLine:
         id: the line's own `id` as text, or else `line-<number>`; unique in its file.
         prompt: text, token ids, or `{"messages": chat}`.
         params: the job's sampling parameters with the line's own in their place.
+        output_len: tokens to generate, whatever they are; None if the sample ends where the model ends it.
+        arrival_s: when the line arrives, in seconds from the start.
     """
 
     number: int
     id: str
     prompt: str | list[int] | dict[str, Any]
     params: SamplingParams
+    output_len: int | None = None
+    arrival_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,56 @@ class RefusedLine:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsWorkload:
+    """A file of prompts."""
+
+    path: Path
+
+    def jobs(self) -> list[Job]:
+        """The samples of every line by time of arrival: a line's own `n`, or else one.
+
+        A line must have `prompt_token_ids`, and `output_len` or `max_tokens`, which is then taken for the length.
+        Lines with one sample each keep their ids; otherwise all ids get the number of the sample.
+
+        Raises:
+            ValueError: the file cannot be read, or a line is broken or does not tell its lengths.
+        """
+        must = "workload.path must be a file of prompts"
+        try:
+            lines = read_prompts(self.path, SamplingParams(max_tokens=None))
+        except ValueError as error:
+            raise ValueError(f"{must}: {error}") from error
+        served: list[PromptLine] = []
+        for line in lines:
+            if isinstance(line, RefusedLine):
+                raise ValueError(f"{must}: {str(self.path)!r}, line {line.number}: {line.reason}")
+            if not isinstance(line.prompt, list) or (line.output_len is None and line.params.max_tokens is None):
+                needs = "prompt_token_ids, and output_len or max_tokens"
+                raise ValueError(
+                    f"{must} whose lengths are told: {str(self.path)!r}, line {line.number}: must have {needs}"
+                )
+            served.append(line)
+        served.sort(key=lambda line: line.arrival_s)
+        is_numbered = any(line.params.n > 1 for line in served)
+        jobs: list[Job] = []
+        for line in served:
+            assert isinstance(line.prompt, list)
+            prompt = Prompt(line.prompt)
+            bounds = [bound for bound in (line.output_len, line.params.max_tokens) if bound is not None]
+            for sample in range(line.params.n):
+                jobs.append(
+                    Job(
+                        id=f"{line.id}-{sample}" if is_numbered else line.id,
+                        prompt=prompt,
+                        output_len=min(bounds),
+                        max_tokens=bounds[-1],
+                        arrival_s=line.arrival_s,
+                    )
+                )
+        return jobs
+
+
 def read_prompts(path: Path, defaults: SamplingParams, *, source: Path | None = None) -> list[PromptLine | RefusedLine]:
     """The lines of a prompts file in order; blank lines are skipped (but counted).
 
@@ -50,18 +107,14 @@ def read_prompts(path: Path, defaults: SamplingParams, *, source: Path | None = 
             file to name then, if `path` is a copy.
     """
     source = source or path
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{str(source)!r} cannot be read ({error.strerror})") from error
     lines: list[PromptLine | RefusedLine] = []
     owners: dict[str, int] = {}
-    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, raw in enumerate(lines_of(path, source=source), start=1):
         if not raw.strip():
             continue
         line_id = f"line-{number}"
         try:
-            values = _parse(raw)
+            values = parse_object(raw)
             line_id = _own_id(values, line_id)
             if line_id in owners:
                 taken, line_id = line_id, f"line-{number}"
@@ -78,30 +131,9 @@ def read_prompts(path: Path, defaults: SamplingParams, *, source: Path | None = 
 
 def write_prompts(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write lines, given as what their JSON objects hold, as a prompts file."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text (byte {error.start + 1})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("not valid JSON: nested too deeply") from error
-    if not isinstance(values, dict):
-        raise ValueError("must be a JSON object")
-    return values
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{twice} is given twice")
-    return values
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line) + "\n")
 
 
 def _own_id(values: dict[str, Any], default: str) -> str:
@@ -127,7 +159,30 @@ def _request(values: dict[str, Any], number: int, line_id: str, defaults: Sampli
     _CHECKS[form](values[form])
     params = {name: values.get(name, getattr(defaults, name)) for name in _SAMPLING_FIELDS}
     prompt = {form: values[form]} if form == "messages" else values[form]
-    return PromptLine(number=number, id=line_id, prompt=prompt, params=SamplingParams.from_mapping(params))
+    line = PromptLine(
+        number=number,
+        id=line_id,
+        prompt=prompt,
+        params=SamplingParams.from_mapping(params),
+        output_len=values.get("output_len"),
+        arrival_s=values.get("arrival_s", 0.0),
+    )
+    _check_course(line)
+    return line
+
+
+def _check_course(line: PromptLine) -> None:
+    """Refuse a length or a time of arrival that cannot be, and a length beside something else that ends a sample."""
+    length: object = line.output_len
+    if length is not None:
+        if type(length) is not int or not 1 <= length <= MAX_LENGTH:
+            raise ValueError(f"output_len must be a whole number from 1 to {MAX_LENGTH}, not {reprlib.repr(length)}")
+        for field in ("stop", "stop_token_ids"):
+            if getattr(line.params, field):
+                raise ValueError(f"{field} must be empty beside output_len, which alone ends the samples")
+    time: object = line.arrival_s
+    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time <= MAX_SECONDS:
+        raise ValueError(f"arrival_s must be a number of seconds from 0 to {MAX_SECONDS:g}, not {reprlib.repr(time)}")
 
 
 def _check_text(value: Any) -> None:

@@ -21,7 +21,6 @@ from paged.core.prompt import OpaquePrompt, Prompt
 from paged.core.request import Request, SamplingParams
 from paged.core.scheduler import Commit, Scheduler, SchedulerConfig
 from paged.core.sequence import Sequence
-from paged.core.steady import SteadyDecode
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def test_plans_and_commits_are_those_of_visiting_every_sequence() -> None:
     for seed in range(400):
         made = case(seed)
         plans, commits, counters, num_same = play(made)
-        with mock.patch.object(SteadyDecode, "after", return_value=None):
+        with mock.patch.object(Scheduler, "_begin_steady", return_value=None):
             visited = play(made)
         assert visited[3] == 0, "the control does visit every sequence"
         assert [columns(plan) for plan in plans] == [columns(plan) for plan in visited[0]], seed
@@ -147,7 +146,7 @@ def test_plans_and_commits_are_those_of_visiting_every_sequence() -> None:
 def test_plans_are_the_same_for_any_case(seed: int) -> None:
     made = case(seed)
     plans = play(made)[0]
-    with mock.patch.object(SteadyDecode, "after", return_value=None):
+    with mock.patch.object(Scheduler, "_begin_steady", return_value=None):
         assert [columns(plan) for plan in plans] == [columns(plan) for plan in play(made)[0]]
 
 

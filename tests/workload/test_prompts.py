@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from paged.core.request import SamplingParams
-from paged.workload.prompts import PromptLine, RefusedLine, read_prompts, write_prompts
+from paged.workload.job import Job
+from paged.workload.prompts import PromptLine, PromptsWorkload, RefusedLine, read_prompts, write_prompts
 
 DEFAULTS = SamplingParams(n=2, max_tokens=7, top_p=0.9)
 
@@ -112,3 +113,91 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     write_prompts(path, [{"id": "a", "prompt": "1+1\n"}, {"id": "b", "prompt": "é\u2028"}])
     lines = read_prompts(path, DEFAULTS)
     assert [(line.id, line.prompt) for line in lines] == [("a", "1+1\n"), ("b", "é\u2028")]
+
+
+# Lengths and arrivals
+
+
+def test_a_line_can_say_its_length_and_its_arrival(read) -> None:
+    first, second = read('{"prompt": "a", "output_len": 5, "arrival_s": 1.5}', '{"prompt": "a", "output_len": null}')
+    assert (first.output_len, first.arrival_s) == (5, 1.5)
+    assert (second.output_len, second.arrival_s) == (None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ('"output_len": 0', "output_len must be a whole number from 1 to 10000000, not 0"),
+        ('"output_len": 1.5', "output_len must be a whole number from 1"),
+        ('"output_len": true', "output_len must be a whole number from 1"),
+        ('"output_len": "5"', "output_len must be a whole number from 1"),
+        ('"output_len": 100000000', "output_len must be a whole number from 1"),
+        ('"output_len": 5, "stop": "x"', "stop must be empty beside output_len, which alone ends the samples"),
+        ('"output_len": 5, "stop_token_ids": [3]', "stop_token_ids must be empty beside output_len"),
+        ('"arrival_s": -1', r"arrival_s must be a number of seconds from 0 to 1e+09, not -1"),
+        ('"arrival_s": NaN', "arrival_s must be a number of seconds"),
+        ('"arrival_s": Infinity', "arrival_s must be a number of seconds"),
+        ('"arrival_s": true', "arrival_s must be a number of seconds"),
+        ('"arrival_s": null', "arrival_s must be a number of seconds"),
+        ('"arrival_s": "0"', "arrival_s must be a number of seconds"),
+    ],
+)
+def test_an_impossible_length_or_arrival_is_refused(read, fields: str, reason: str) -> None:
+    broken, good = read(f'{{"prompt": "a", {fields}}}', '{"prompt": "b"}')
+    assert isinstance(broken, RefusedLine)
+    assert reason in broken.reason
+    assert isinstance(good, PromptLine)
+
+
+@pytest.fixture
+def simulated(tmp_path: Path):
+    def jobs_of(*lines: str) -> list[Job]:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(line + "\n" for line in lines))
+        return PromptsWorkload(path=path).jobs()
+
+    return jobs_of
+
+
+def test_a_file_with_lengths_can_be_simulated(simulated) -> None:
+    jobs = simulated(
+        '{"id": "b", "prompt_token_ids": [1, 2], "output_len": 7, "max_tokens": 9, "arrival_s": 2}',
+        '{"prompt_token_ids": [3], "max_tokens": 4}',
+        '{"prompt_token_ids": [3], "output_len": 5, "arrival_s": 1}',
+        '{"prompt_token_ids": [3], "output_len": 5, "max_tokens": 3}',
+    )
+    told = [(job.id, job.prompt.token_ids, job.output_len, job.max_tokens, job.arrival_s) for job in jobs]
+    assert told == [
+        ("line-2", (3,), 4, 4, 0.0),
+        ("line-4", (3,), 3, 3, 0.0),
+        ("line-3", (3,), 5, 5, 1),
+        ("b", (1, 2), 7, 9, 2),
+    ]
+
+
+def test_samples_of_a_simulated_line_are_numbered(simulated) -> None:
+    jobs = simulated(
+        '{"id": "a", "prompt_token_ids": [1], "max_tokens": 3, "n": 2}',
+        '{"id": "a-1", "prompt_token_ids": [1], "max_tokens": 3}',
+    )
+    assert [job.id for job in jobs] == ["a-0", "a-1", "a-1-0"]
+    assert jobs[0].prompt is jobs[1].prompt
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "a", "max_tokens": 3}', "line 2: must have prompt_token_ids, and output_len or max_tokens"),
+        ('{"prompt_token_ids": [1]}', "line 2: must have prompt_token_ids, and output_len or max_tokens"),
+        ('{"prompt_token_ids": []}', "line 2: prompt_token_ids must be a list of at least one token id"),
+        ("{", "line 2: not valid JSON"),
+    ],
+)
+def test_what_cannot_be_simulated_gets_one_sentence(simulated, line: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^workload.path must be a file of prompts.*{reason}"):
+        simulated('{"prompt_token_ids": [1], "max_tokens": 3}', line)
+
+
+def test_a_missing_file_cannot_be_simulated(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^workload.path must be a file of prompts: .* cannot be read"):
+        PromptsWorkload(path=tmp_path / "absent").jobs()

@@ -1,0 +1,217 @@
+"""From a composed config to checked objects, and the one sentence for whatever is wrong on the way."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Final
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from paged.outcome import UserError
+
+GIVEN: Final = "given"
+"""Metadata of a schema's field that has no default: what it must be, in words."""
+INNER: Final = "inner"
+"""Metadata of a schema's field that may hold keys of several kinds: all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """What a command's root file holds; each module of this package that is named like a command has its `ROOT`.
+
+    Attributes:
+        scalars: schema of the keys that are no groups.
+        groups: the schema of each key that holds keys; of a group whose entries differ, the schema by entry's `name`.
+    """
+
+    scalars: type
+    groups: Mapping[str, type | Mapping[str, type]]
+
+    def read(self, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
+        """The object of `scalars` and, by key, those of the groups' schemas.
+
+        Raises:
+            UserError: naming the key and what is allowed.
+        """
+        try:
+            container = OmegaConf.to_container(cfg, resolve=True)
+        except OmegaConfBaseException as error:
+            raise UserError(f"{error.full_key}: {_first_line(error)}") from error
+        assert isinstance(container, dict)
+        values = {str(key): value for key, value in container.items()}
+        groups: dict[str, Any] = {}
+        for key, schema in self.groups.items():
+            if isinstance(schema, Mapping):
+                groups[key] = _choose(schema, values, key)
+            else:
+                groups[key] = _convert(schema, _group(values, key), f"{key}.")
+        return _convert(self.scalars, values, "", others=tuple(self.groups)), groups
+
+    def keys(self) -> list[str]:
+        """Every key that some config of the command has, dotted."""
+        keys = [*self.groups, "experiment", *_dotted(self.scalars, "")]
+        for key, schema in self.groups.items():
+            for each in schema.values() if isinstance(schema, Mapping) else [schema]:
+                keys += _dotted(each, f"{key}.")
+        return list(dict.fromkeys(keys))
+
+
+def conf_folder() -> Path:
+    """Where the YAML files are: beside the package in a clone, inside it once installed."""
+    import paged.conf
+
+    return Path(next(iter(paged.conf.__path__))).resolve()
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """`did you mean X?` for a misspelt key, or else what there is."""
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"
+
+
+def known_keys(command: str) -> list[str]:
+    """Every key that some config of the command has, dotted."""
+    root = importlib.import_module(f"paged.config.{command}").ROOT
+    assert isinstance(root, Root)
+    return root.keys()
+
+
+def hydra_sentence(error: Exception, command: str) -> str:
+    """One sentence for an error of Hydra's or OmegaConf's, which name their own remedies over several lines.
+
+    `command` is the command word, whose keys a misspelt one is compared with.
+    """
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    message = str(error) or str(error.__cause__)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override {error.override!r}: it must be KEY=VALUE or GROUP=OPTION"
+    if isinstance(error, MissingConfigException):
+        if error.options is not None and error.missing_cfg_file is not None:
+            group, _, option = error.missing_cfg_file.rpartition("/")
+            return f"{group} must be one of {', '.join(error.options)}, not {option!r}"
+        return _first_line(message)
+    first = _first_line(message)
+    if first.startswith("Could not override '") or first.startswith("Could not delete"):
+        key = first.split("'")[1].split("@")[0]
+        wrong = getattr(error.__cause__, "full_key", None) or key
+        # Of a mapping that was given, one of its keys may be what is wrong.
+        key = wrong if wrong.startswith(f"{key}.") else key
+        known = known_keys(command)
+        if key in known and "." in key:
+            return f"{key} is not a key of the {key.partition('.')[0]} that is chosen; see --cfg job"
+        if key.startswith("hydra"):
+            return f"{key} is not a key of Hydra's config; see --cfg hydra"
+        parent = key.rpartition(".")[0]
+        siblings = [name for name in known if name.rpartition(".")[0] == parent]
+        if not siblings:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            siblings = near or [name for name in known if "." not in name]
+        return f"{key} is not a key of this config; {nearest(key, siblings)}"
+    if first.startswith("Ambiguous value for argument"):
+        override = first.split("'")[1]
+        return f"{override!r} gives several values: add -m for a sweep, or write a list as KEY=[A,B]"
+    if first.startswith("Error merging override") and error.__cause__ is not None:
+        return f"{first}: {_first_line(error.__cause__)}"
+    return first
+
+
+def _dotted(schema: type, prefix: str) -> Iterator[str]:
+    """The keys of a schema and of those inside it."""
+    hints = typing.get_type_hints(schema)
+    for field in fields(schema):
+        yield prefix + field.name
+        inner = _inner(hints[field.name])
+        if inner is not None:
+            yield from _dotted(inner, f"{prefix}{field.name}.")
+        for inner in field.metadata.get(INNER, ()):
+            yield f"{prefix}{field.name}.{inner}"
+
+
+def _group(values: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
+    group = values.get(key)
+    if not isinstance(group, dict):
+        raise UserError(f"{prefix}{key} must hold keys and values, not {_shown(group)}")
+    return group
+
+
+def _choose(schemas: Mapping[str, type], values: Mapping[str, Any], key: str) -> Any:
+    """The schema object of a group whose entries differ, chosen by the entry's `name`."""
+    group = values.get(key)
+    name = group.get("name") if isinstance(group, dict) else group
+    if not isinstance(group, dict) or not isinstance(name, str) or name not in schemas:
+        raise UserError(f"{key} must be one of {', '.join(schemas)}, not {_shown(name)}")
+    return _convert(schemas[name], group, f"{key}.")
+
+
+def _convert(schema: type, values: Mapping[str, Any], prefix: str, others: tuple[str, ...] = ()) -> Any:
+    """`values` as an object of `schema`, types checked, nothing unknown and nothing missing; `others` are skipped."""
+    hints = typing.get_type_hints(schema)
+    given = {field.name: field.metadata.get(GIVEN) for field in fields(schema)}
+    target = OmegaConf.structured(schema)
+    for key, value in values.items():
+        if key in others:
+            continue
+        if key not in hints:
+            raise UserError(f"{prefix}{key} is not a key of this config; {nearest(str(key), (*hints, *others))}")
+        inner = _inner(hints[key])
+        if inner is not None and not (value is None and isinstance(hints[key], UnionType)):
+            target[key] = _convert(inner, _group(values, key, prefix), f"{prefix}{key}.")
+        elif value != MISSING:
+            try:
+                target[key] = _listed(value, hints[key])
+            except OmegaConfBaseException as error:
+                raise UserError(f"{prefix}{key} must be {_allowed(hints[key])}, not {_shown(value)}") from error
+    for key in hints:
+        if OmegaConf.is_missing(target, key):
+            raise UserError(f"{prefix}{key} must be given: {given[key] or _allowed(hints[key])}")
+    return OmegaConf.to_object(target)
+
+
+def _inner(hint: Any) -> type | None:
+    """The schema that a field holds, optional or not; None for a plain value."""
+    parts = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)
+
+
+def _allowed(hint: Any) -> str:
+    """What a value of a schema's type may be, in words."""
+    if isinstance(hint, UnionType):
+        words = [_allowed(part) for part in typing.get_args(hint) if part is not type(None)]
+        return " or ".join([*words, "null"])
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(hint.__members__)
+    if is_dataclass(hint):
+        return "keys and values"
+    known = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    known |= {list[int]: "a whole number or a list of them", list[str]: "a text or a list of texts"}
+    known |= {list[float]: "a number or a list of them"}
+    known |= {dict[str, Any]: "a mapping of config.json's fields to values"}
+    known |= {dict[int, float]: "a mapping of token ids to numbers"}
+    known |= {dict[int, dict[int, float]]: "a mapping of whole numbers to mappings of whole numbers to numbers"}
+    return known[hint]
+
+
+def _listed(value: Any, hint: Any) -> Any:
+    """`value`, or a list of it where one is wanted, as in the library."""
+    single = isinstance(value, str | int | float) and not isinstance(value, bool)
+    parts = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return [value] if single and any(typing.get_origin(part) is list for part in parts) else value
+
+
+def _shown(value: object) -> str:
+    """`value` as it is written in YAML, where that differs from Python."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _first_line(message: object) -> str:
+    return str(message).strip().partition("\n")[0]

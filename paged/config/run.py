@@ -1,0 +1,97 @@
+"""The config of `run`: the schema of `conf/run.yaml`, and the checked objects that it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from omegaconf import MISSING, DictConfig
+
+from paged.config.convert import Root
+from paged.config.groups import NUMERICS, POLICIES, EngineSchema, ModelSchema, SamplingSchema
+from paged.config.workloads import WORKLOADS, check_sampling
+from paged.core.model_spec import ModelSpec
+from paged.core.request import SamplingParams
+from paged.outcome import UserError
+from paged.workload.job import Workload
+
+RESUMABLE_KEYS: Final = (
+    "block_size",
+    "num_blocks",
+    "max_num_seqs",
+    "max_step_tokens",
+    "chunk_size",
+    "gpu_memory_utilization",
+    "depth",
+    "prefix_reuse",
+    "policy",
+)
+"""What may change when a run is resumed: under `invariant` numerics none of these touches a token."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSchema(EngineSchema):
+    """All scalars of `conf/run.yaml`."""
+
+    tp: int = MISSING
+    resume: str | None = MISSING
+
+
+ROOT: Final = Root(
+    scalars=RunSchema,
+    groups={
+        "model": ModelSchema,
+        "numerics": NUMERICS,
+        "policy": POLICIES,
+        "workload": WORKLOADS,
+        "sampling": SamplingSchema,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A checked config of `run`.
+
+    Attributes:
+        model: 'tiny', a checkpoint folder or a Hub id.
+        spec: what the model should be, if the config says so.
+        engine: fields of EngineConfig. A mapping, because that class needs torch and this module does not.
+        sampling: what a line of the workload may override.
+        workload: what to sample.
+    """
+
+    model: str
+    spec: ModelSpec | None
+    engine: Mapping[str, Any]
+    sampling: SamplingParams
+    workload: Workload
+
+
+def run_config(cfg: DictConfig) -> RunConfig:
+    """The frozen objects that a composed `run` config describes.
+
+    Raises:
+        UserError: naming the key and what is allowed.
+    """
+    scalars, groups = ROOT.read(cfg)
+    if scalars.tp != 1:
+        raise UserError(f"tp must be 1, because this version runs on one device, not {scalars.tp}")
+    try:
+        given = {field.name: getattr(groups["sampling"], field.name) for field in fields(SamplingSchema)}
+        # In YAML it is null: Hydra would merge an override into a mapping instead of setting it.
+        params = SamplingParams(**{**given, "logit_bias": given["logit_bias"] or {}})
+    except ValueError as error:
+        raise UserError(f"sampling.{error}") from error
+    try:
+        model = groups["model"]
+        engine = {field.name: getattr(scalars, field.name) for field in fields(EngineSchema)}
+        engine |= {"numerics": groups["numerics"].name, "policy": groups["policy"].build()}
+        engine |= {"device": scalars.device.value, "weights": scalars.weights.value}
+        spec = model.build(scalars.max_seq_len)
+        workload = groups["workload"].build()
+        check_sampling(workload, params)
+        return RunConfig(model=model.path, spec=spec, engine=engine, sampling=params, workload=workload)
+    except ValueError as error:
+        raise UserError(error) from error

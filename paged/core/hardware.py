@@ -1,0 +1,71 @@
+"""The description of a card and of its link: figures, each with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that somebody measured, published or assumed.
+
+    Attributes:
+        value: the number, in the unit that its name ends with.
+        source: who says so.
+        assumed: nobody measured it on this hardware; what a datasheet says is an assumption, too.
+    """
+
+    value: float
+    source: str
+    assumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceTable:
+    """Measured times of an all-reduce, for links where latency and bandwidth do not tell them.
+
+    Attributes:
+        points: by number of ranks, (bytes, microseconds) by ascending bytes, at least two.
+        source: who says so.
+        assumed: they were measured on other hardware.
+    """
+
+    points: Mapping[int, tuple[tuple[float, float], ...]]
+    source: str
+    assumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One kind of card, any number of which are linked.
+
+    Attributes:
+        name: what the config calls it.
+        memory_gib: device memory as the runtime sees it, GiB.
+        memory_bytes_per_s: bandwidth of the device memory.
+        flops_per_s: dense matrix products in the weights' dtype.
+        link_bytes_per_s: bus bandwidth of collectives: each rank moves ``2 (w - 1) / w`` of an all-reduce's bytes.
+        link_latency_us: time of a collective beside its bytes, microseconds.
+        other_link_latencies_us: further values that the latency, if it is assumed, may have.
+        all_reduce_us: measured times instead of latency and bandwidth.
+        host_step_us, host_seq_us: what a step takes beside the device's bound, and for each sequence in it.
+        pool_gib: a fixed size of the pool, where the engine does not size it by the memory.
+    """
+
+    name: str
+    memory_gib: Figure
+    memory_bytes_per_s: Figure
+    flops_per_s: Figure
+    link_bytes_per_s: Figure
+    link_latency_us: Figure
+    other_link_latencies_us: tuple[float, ...] = ()
+    all_reduce_us: AllReduceTable | None = None
+    host_step_us: Figure
+    host_seq_us: Figure
+    pool_gib: Figure | None = None
+
+    def figures(self) -> dict[str, Figure | AllReduceTable]:
+        """Every figure that is there, by its name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Figure | AllReduceTable)}

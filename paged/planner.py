@@ -1,0 +1,358 @@
+"""The job of `python -m paged plan`: memory, link and decode steps on paper, and what does not fit."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from paged.config.plan import PlanConfig, plan_config
+from paged.core.hardware import Figure, Hardware
+from paged.core.memory import (
+    GIB,
+    SAMPLING_BYTES,
+    Deployment,
+    Pool,
+    logits_bytes,
+    padded_attention_bytes,
+)
+from paged.core.sharding import num_parameters_per_rank
+from paged.outcome import OK, InfeasibleError
+from paged.results import write_summary
+from paged.sim.latency import Roofline
+from paged.sim.shape import StepShape
+
+_LINK_FIGURES = ("link_bytes_per_s", "link_latency_us", "all_reduce_us")
+
+
+def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
+    """Write the plan that `cfg` describes into `folder`, and print it; in a sweep, one line of it.
+
+    A configuration that does not fit is an answer, too. In a sweep so is one that cannot be.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        UserError: for a mistake in the config.
+    """
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    sweep = Path(hydra.sweep.dir) if hydra is not None and hydra.mode == RunMode.MULTIRUN else None
+    try:
+        summary = make_plan(plan_config(cfg))
+    except InfeasibleError as error:
+        if sweep is None:
+            raise
+        summary = {"feasible": False, "fits": False, "reason": str(error)}
+    write_summary(folder / "summary.json", summary)
+    if sweep is None:
+        print(plan_text(summary))
+        print(folder, flush=True)
+    else:
+        print(_sweep_line(summary, overrides), flush=True)
+        _append_comparison(sweep / "comparison.csv", summary, overrides)
+    return OK
+
+
+def make_plan(config: PlanConfig) -> dict[str, Any]:
+    """The plan as plain data, which `summary.json` holds."""
+    deployment = config.deployment
+    spec, tp = deployment.spec, deployment.tp
+    pool = deployment.pool()
+    lengths = sorted({deployment.max_seq_len, *(cap for cap in config.caps if cap <= deployment.max_seq_len)})
+    problems = [_problem(deployment, pool, length) for length in lengths if not pool.num_seqs(length)]
+    roofline = _roofline(deployment, deployment.hardware)
+    return {
+        "model": config.model,
+        "hardware": deployment.hardware.name,
+        "tp": tp,
+        "dtype": deployment.dtype,
+        "kv_dtype": deployment.kv_dtype,
+        "block_size": deployment.block_size,
+        "max_num_seqs": deployment.max_num_seqs,
+        "max_seq_len": deployment.max_seq_len,
+        "gpu_memory_utilization": deployment.utilization,
+        "num_parameters": spec.num_parameters(),
+        "num_parameters_per_rank": num_parameters_per_rank(spec, tp),
+        "weights_given": deployment.weights_gib is not None,
+        "device_bytes": pool.device_bytes,
+        "weights_bytes_per_rank": pool.weights_bytes,
+        "activation_bytes": pool.activation_bytes,
+        "context_bytes": pool.context_bytes,
+        "kv_budget_bytes": pool.kv_budget_bytes,
+        "pool_fixed": deployment.hardware.pool_gib is not None,
+        "kv_bytes_per_token_per_rank": pool.kv_bytes_per_token,
+        "num_kv_blocks": pool.num_blocks,
+        "kv_tokens": pool.kv_tokens,
+        "max_concurrency": {str(cap): pool.num_seqs(cap) for cap in config.caps},
+        "link_bytes": {
+            "layers_per_token": roofline.layers_link_bytes_per_token,
+            "embedding_per_token": roofline.embedding_link_bytes_per_token,
+            "logits_per_sampled_row": roofline.gather_link_bytes_per_row,
+        },
+        "latency": list(_latency_rows(config, pool)),
+        "transients": _transients(config, pool),
+        "feasible": True,
+        "fits": bool(pool.num_seqs(deployment.max_seq_len)),
+        "reason": problems[-1]["sentence"] if problems else None,
+        "problems": problems,
+        "figures": _figures(deployment),
+    }
+
+
+def _roofline(deployment: Deployment, hardware: Hardware) -> Roofline:
+    """The lower bound of a step, without the host's time."""
+    names = {"dtype": deployment.dtype, "kv_dtype": deployment.kv_dtype}
+    return Roofline(deployment.spec, hardware, tp=deployment.tp, **names, host=False)
+
+
+def _latency_rows(config: PlanConfig, pool: Pool) -> Iterable[dict[str, Any]]:
+    """A row for each batch, context and latency of the link, as far as they are told apart."""
+    deployment = config.deployment
+    hardware = deployment.hardware
+    measured = hardware.all_reduce_us is not None and deployment.tp in hardware.all_reduce_us.points
+    links: list[tuple[float | None, Hardware]] = [(None, hardware)]
+    if deployment.tp > 1 and (config.link_latencies_us is not None or not measured):
+        latencies = config.link_latencies_us
+        if latencies is None:
+            latencies = (hardware.link_latency_us.value, *hardware.other_link_latencies_us)
+        given = [Figure(us, "link_latencies_us", True) for us in latencies]
+        links = [(link.value, replace(hardware, link_latency_us=link, all_reduce_us=None)) for link in given]
+    models = [(us, _roofline(deployment, link)) for us, link in links]
+    for batch in config.batches:
+        for context in config.contexts:
+            for us, model in models:
+                parts = model.parts(StepShape.decode(batch, context))
+                step_s = sum(parts)
+                yield {
+                    "batch": batch,
+                    "context": context,
+                    "link_latency_us": us,
+                    "weights_ms": parts.weights_s * 1e3,
+                    "compute_ms": parts.compute_s * 1e3,
+                    "kv_ms": parts.kv_s * 1e3,
+                    "all_reduce_ms": parts.all_reduce_s * 1e3,
+                    "gather_ms": parts.gather_s * 1e3,
+                    "step_ms": step_s * 1e3,
+                    "tokens_per_s": batch / step_s,
+                    "fits": context <= deployment.max_seq_len and pool.num_seqs(context) >= batch,
+                }
+
+
+def _transients(config: PlanConfig, pool: Pool) -> list[dict[str, Any]]:
+    """Memory that a step may need for moments and that the plan does not count."""
+    deployment = config.deployment
+    spec, rows = deployment.spec, deployment.max_num_seqs
+    found = [
+        (f"float32 logits of {rows:,} rows over {spec.vocab_size:,} tokens", logits_bytes(spec, rows)),
+        (f"temporaries of sampling from {rows:,} rows", rows * spec.vocab_size * SAMPLING_BYTES),
+    ]
+    if config.batches and config.contexts:
+        batch, context = max(config.batches), max(config.contexts)
+        padded = padded_attention_bytes(spec, batch, context, deployment.dtype, deployment.tp)
+        found.append((f"keys and values of a layer, padded: {batch:,} sequences of {context:,} tokens", padded))
+    return [{"what": what, "bytes": size, "exceeds": size > pool.activation_bytes} for what, size in found]
+
+
+def _problem(deployment: Deployment, pool: Pool, length: int) -> dict[str, Any]:
+    """Why no sequence of `length` tokens fits, and the changes with which one would."""
+    name = f"max_seq_len {length:,}" if length == deployment.max_seq_len else f"{length:,}"
+    if pool.kv_budget_bytes < 0:
+        why = f"weights, activations and context are {-pool.kv_budget_bytes / GIB:.2f} GiB more than a card may hold"
+    else:
+        why = f"the pool holds {pool.kv_tokens:,}"
+    remedies = [asdict(remedy) for remedy in deployment.remedies(length)]
+    if pool.kv_tokens and length == deployment.max_seq_len:
+        remedies.append({"override": f"max_seq_len={pool.kv_tokens}", "kv_tokens": pool.kv_tokens})
+    needed = None if deployment.hardware.pool_gib is not None else deployment.memory_gib_for(length)
+    return {
+        "length": length,
+        "sentence": f"a sequence of {name} tokens does not fit: {why}",
+        "remedies": remedies,
+        "memory_gib_needed": needed,
+    }
+
+
+def _figures(deployment: Deployment) -> list[dict[str, Any]]:
+    """Every figure that the plan rests on, and who says so."""
+    hardware = deployment.hardware
+    found: list[dict[str, Any]] = []
+    for name, figure in hardware.figures().items():
+        if deployment.tp == 1 and name in _LINK_FIGURES:
+            continue
+        value = (
+            figure.value if isinstance(figure, Figure) else {str(ranks): row for ranks, row in figure.points.items()}
+        )
+        found.append({"name": f"hardware.{name}", "value": value, "source": figure.source, "assumed": figure.assumed})
+    for name in ("activation_gib", "context_gib"):
+        source = "an allowance, until a run has measured it"
+        found.append({"name": f"memory.{name}", "value": getattr(deployment, name), "source": source, "assumed": True})
+    return found
+
+
+def plan_text(summary: dict[str, Any]) -> str:
+    """The plan for a person to read."""
+    sections = [
+        _memory_lines(summary),
+        _latency_lines(summary),
+        _problem_lines(summary),
+        _transient_lines(summary),
+        _figure_lines(summary),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _memory_lines(plan: dict[str, Any]) -> list[str]:
+    counted = f"{plan['num_parameters_per_rank']:,} of {plan['num_parameters']:,} parameters in {plan['dtype']}"
+    given = "given by memory.weights_gib"
+    device, budget = plan["device_bytes"], plan["kv_budget_bytes"]
+    blocks = f"{plan['num_kv_blocks']:,} blocks of {plan['block_size']}"
+    if plan["num_kv_blocks"] < budget // (plan["block_size"] * plan["kv_bytes_per_token_per_rank"]):
+        blocks += f"; {plan['max_num_seqs']:,} sequences of {plan['max_seq_len']:,} tokens can use no more"
+    rows = [
+        ("memory of a card", _gib(device), f"of which {plan['gpu_memory_utilization']:.4g} may be used"),
+        ("weights", _gib(plan["weights_bytes_per_rank"]), given if plan["weights_given"] else counted),
+        ("activations", _gib(plan["activation_bytes"]), "memory.activation_gib"),
+        ("context", _gib(plan["context_bytes"]), "memory.context_gib"),
+        ("left for the pool", _gib(budget), "fixed by hardware.pool_gib" if plan["pool_fixed"] else ""),
+        ("a token", f"{plan['kv_bytes_per_token_per_rank']:,} B", f"keys and values in {plan['kv_dtype']}"),
+        ("pool", f"{plan['kv_tokens']:,} tokens", blocks),
+    ]
+    for cap, number in plan["max_concurrency"].items():
+        beyond = int(cap) > plan["max_seq_len"]
+        note = f"longer than max_seq_len {plan['max_seq_len']:,}" if beyond else ""
+        rows.append((f"at {int(cap):,} tokens", f"{number:,} sequence{'s' * (number != 1)}", note))
+    if plan["tp"] > 1:
+        link = plan["link_bytes"]
+        parts = f"{_kib(link['layers_per_token'])} of the layers, {_kib(link['embedding_per_token'])} of the embedding"
+        rows.append(("link, a token", _kib(link["layers_per_token"] + link["embedding_per_token"]), parts))
+        rows.append(("link, a sampled row", _kib(link["logits_per_sampled_row"]), "of logits beside that"))
+    title = f"{plan['model']} on {plan['tp']} x {plan['hardware']}, each rank"
+    return [title, *_aligned(rows, right=(1,))]
+
+
+def _latency_lines(plan: dict[str, Any]) -> list[str]:
+    if not plan["latency"]:
+        return []
+    header = ("batch", "context", "link us", "weights ms", "KV ms", "all-reduce ms", "gather ms", "step ms", "tokens/s")
+    names = ("kv_ms", "all_reduce_ms", "gather_ms", "step_ms", "tokens_per_s")
+    points: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in plan["latency"]:
+        points.setdefault((row["batch"], row["context"]), []).append(row)
+    rows: list[tuple[str, ...]] = [header]
+    for (batch, context), group in points.items():
+        links = " / ".join(f"{row['link_latency_us']:g}" for row in group if row["link_latency_us"] is not None)
+        # What the products take longer is there instead of the reading of the weights, not beside it.
+        first = [_number(group[0]["weights_ms"] + group[0]["compute_ms"])]
+        cells = [" / ".join(dict.fromkeys(_number(row[name]) for row in group)) for name in names]
+        mark = "" if group[0]["fits"] else "*"
+        rows.append((f"{batch:,}{mark}", f"{context:,}", links or "table", *first, *cells))
+    if plan["tp"] == 1:
+        rows = [(*row[:2], *row[3:5], *row[7:]) for row in rows]
+    notes = ["lower bound of a decode step, without the host's time"]
+    if any(row["compute_ms"] for row in plan["latency"]):
+        notes.append("weights: or their products, where those take longer")
+    if not all(row["fits"] for row in plan["latency"]):
+        notes.append("* more tokens than the pool holds, or longer than max_seq_len")
+    return [notes[0], *_aligned(rows, right=range(9)), *notes[1:]]
+
+
+def _problem_lines(plan: dict[str, Any]) -> list[str]:
+    lines = []
+    for problem in plan["problems"]:
+        changes = [f"{each['override']} (pool of {each['kv_tokens']:,} tokens)" for each in problem["remedies"]]
+        if problem["memory_gib_needed"] is not None:
+            changes.append(f"cards of {problem['memory_gib_needed']:.2f} GiB")
+        lines.append(f"  {problem['sentence']}; one of these would do: {', '.join(changes) or 'nothing that is known'}")
+    return ["what does not fit", *lines] if lines else []
+
+
+def _transient_lines(plan: dict[str, Any]) -> list[str]:
+    rows = []
+    for each in plan["transients"]:
+        note = "more than memory.activation_gib allows" if each["exceeds"] else ""
+        rows.append((each["what"], _gib(each["bytes"]), note))
+    return ["not counted: what a step may need for moments", *_aligned(rows, right=(1,))]
+
+
+def _figure_lines(plan: dict[str, Any]) -> list[str]:
+    rows = []
+    for each in plan["figures"]:
+        value = f"{each['value']:,.6g}" if isinstance(each["value"], int | float) else "table"
+        rows.append((each["name"], value, "assumed" if each["assumed"] else "", each["source"]))
+    return ["figures and their sources", *_aligned(rows, right=(1,))]
+
+
+def _sweep_line(summary: dict[str, Any], overrides: Sequence[str]) -> str:
+    """A point of a sweep in one line."""
+    point = " ".join(overrides)
+    if not summary["feasible"]:
+        return f"{point:<40}  cannot be: {summary['reason']}"
+    sequences = ", ".join(f"{number:,} of {int(cap):,}" for cap, number in summary["max_concurrency"].items())
+    line = f"{point:<40}  {summary['kv_tokens']:>10,} tokens; sequences: {sequences or '-'}"
+    step = _last_point(summary)
+    if step:
+        line += f"; {step['batch']:,} x {step['context']:,} in {_number(step['step_ms'])} ms"
+    return line if summary["fits"] else f"{line}; {summary['reason']}"
+
+
+def _last_point(summary: dict[str, Any]) -> dict[str, Any]:
+    """The latency table's last batch and context, at the first of the link's latencies; empty if there is no table."""
+    rows = summary.get("latency") or [{}]
+    last = [(row.get("batch"), row.get("context")) for row in rows]
+    return rows[last.index(last[-1])]
+
+
+def _append_comparison(path: Path, summary: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Append a sweep's point to the table of all its points."""
+    row: dict[str, Any] = {"overrides": " ".join(overrides)}
+    for name in (
+        "fits",
+        "reason",
+        "weights_bytes_per_rank",
+        "kv_bytes_per_token_per_rank",
+        "kv_tokens",
+        "num_kv_blocks",
+    ):
+        row[name] = summary.get(name)
+    step = _last_point(summary)
+    for name in ("batch", "context", "link_latency_us", "step_ms", "tokens_per_s"):
+        row[name] = step.get(name)
+    fresh = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, row.keys())
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _aligned(rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Rows of cells as lines, the columns `right` aligned to their right ends."""
+    rows, right = list(rows), set(right)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _kib(size: float) -> str:
+    return f"{size / 1024:,.0f} KiB"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -1,0 +1,289 @@
+"""The job of `python -m paged sim`: a workload through the scheduler on a simulated clock, into a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.metadata
+import logging
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from paged.config.groups import RooflineSchema
+from paged.config.sim import Setting, SimConfig, sim_config
+from paged.core.hardware import Figure
+from paged.core.scheduler import Scheduler
+from paged.interrupts import InterruptRequest
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
+from paged.results import write_summary
+from paged.sim.calibration import Calibrated
+from paged.sim.chrome_trace import write_trace
+from paged.sim.driver import simulate
+from paged.sim.plots import write_plots
+from paged.sim.record import SimRecord
+from paged.sim.replay import replay
+from paged.sim.report import SCALARS, Summary, combine, refusals, seed_rows, summarize, summary_table
+from paged.sim.sweep import Goal, compare
+from paged.workload.job import Job, reseeded
+
+logger = logging.getLogger(__name__)
+
+FIGURES: Final = (
+    "makespan_s",
+    "recomputed_share",
+    "tokens_per_s_end_to_end",
+    "preemptions",
+    "kv_utilization",
+    "ttft_s.p50",
+    "tpot_s.mean",
+    "e2e_s.p99",
+    "tail_share",
+)
+"""What the table of a sweep shows."""
+
+
+class _StuckError(Exception):
+    """A simulation that leads nowhere: the fault of a policy or a latency model, not of the user."""
+
+
+def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
+    """Simulate the workload that `cfg` describes, or replay a run, and write what came of it into `folder`.
+
+    Standard output gets a table and, on its last line, the folder; in a sweep nothing, because its end has the table.
+
+    Returns:
+        The exit code: 0; 2 if a request was refused; 130 if interrupted; 1 if a replay differs or the simulation gets
+        nowhere. In a sweep a request that is refused or a configuration that cannot be is an answer, and 0.
+
+    Raises:
+        UserError: if nothing could be simulated for a mistake in the config or the inputs.
+    """
+    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if (folder / "summary.json").exists():
+        raise UserError(f"hydra.run.dir must be a new folder: {folder} has a summary.json")
+    try:
+        config = sim_config(cfg)
+        if config.replay is not None:
+            return _replay(config, config.replay, folder, overrides)
+        return _simulate(config, folder, in_sweep)
+    except _StuckError as error:
+        # Raised here, it would end a sweep whose other points are fine.
+        write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
+        print(f"paged: {error}", file=sys.stderr)
+        return INTERNAL
+    except UserError as error:
+        if in_sweep:
+            # The table at the end says why this point has no numbers.
+            write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
+            if isinstance(error, InfeasibleError):
+                logger.warning("%s", error)
+                return OK
+        raise
+
+
+def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
+    """Print the comparison of a sweep's jobs and write it into the sweep's folder."""
+    goal = Goal(FIGURES[0], largest=False)
+    # A mistake in it every job has told already.
+    with contextlib.suppress(OSError, ValueError):
+        config = OmegaConf.load(jobs[0] / ".hydra" / "config.yaml")
+        goal = Goal.parse(str(OmegaConf.select(config, "optimize")), SCALARS)
+    print(compare(folder, jobs, goal, FIGURES))
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What came of the simulations, one a seed.
+
+    Attributes:
+        record: of the first.
+        summaries: of all that went to their end, or of the only one if that did not.
+        reason: what the first that refused a request says of it.
+        interrupted: whether the last was ended early.
+    """
+
+    record: SimRecord
+    summaries: list[Summary] = field(default_factory=list)
+    reason: str | None = None
+    interrupted: bool = False
+
+    def add(self, record: SimRecord) -> None:
+        """Take in the next simulation."""
+        self.interrupted = record.interrupted
+        if not self.summaries or not record.interrupted:
+            self.summaries.append(summarize(record))
+        refused = refusals(record)
+        if self.reason is None and refused:
+            count = f"{len(refused)} of {len(record.requests)} requests were refused"
+            self.reason = f"{count}, the first is {refused[0].reason}"
+
+
+def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
+    setting = config.setting()
+    outcome = _run(config, setting, folder)
+    summary = combine(outcome.summaries) | _facts(config, setting, len(outcome.summaries))
+    summary |= {"feasible": True, "reason": outcome.reason, "interrupted": outcome.interrupted}
+    write_summary(folder / "summary.json", summary)
+    outcome.record.write_requests(folder / "requests.csv")
+    outcome.record.write_steps(folder / "steps.csv")
+    if len(outcome.summaries) > 1:
+        with (folder / "seeds.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(seed_rows(summary["seeds"], outcome.summaries))
+    if config.scalars.trace_file:
+        write_trace(outcome.record, folder / "trace.json")
+    if config.scalars.plots:
+        write_plots(outcome.record, outcome.summaries[0], folder)
+    if not in_sweep:
+        print(_table(config, summary))
+        print(folder, flush=True)
+    if outcome.interrupted:
+        print("paged: interrupted; the numbers are of what was simulated until then", file=sys.stderr)
+        return INTERRUPTED
+    if outcome.reason is None:
+        return OK
+    if in_sweep:
+        logger.warning("%s", outcome.reason)
+        return OK
+    print(f"paged: {outcome.reason}", file=sys.stderr)
+    return MISTAKE
+
+
+def _run(config: SimConfig, setting: Setting, folder: Path) -> _Outcome:
+    """A simulation a seed, fewer if they are interrupted or if the seed makes no difference."""
+    jobs = first_jobs = _jobs(config, 0)
+    _copy_inputs(config, folder)
+    num_seeds = config.scalars.seeds
+    every_s = 0.1 if sys.stderr.isatty() else 10.0
+    total = len(jobs) * num_seeds
+    outcome: _Outcome | None = None
+    num_before = 0
+    with (
+        InterruptRequest() as interrupt,
+        tqdm(total=total, unit=" requests", mininterval=every_s, file=sys.stderr, dynamic_ncols=True) as bar,
+    ):
+
+        def tell(record: SimRecord, num_ended: int) -> None:
+            if interrupt.requested:
+                raise KeyboardInterrupt
+            bar.set_postfix_str(f"{record.end_s:,.0f} s simulated, {record.num_steps:,} steps", refresh=False)
+            bar.update(num_before + num_ended - bar.n)
+
+        for index in range(num_seeds):
+            if index:
+                jobs = _jobs(config, index)
+                if index == 1 and list(map(_shape, jobs)) == list(map(_shape, first_jobs)):
+                    logger.warning("the workload does not depend on the seed: it is simulated once, not seeds times")
+                    break
+            try:
+                record = simulate(jobs, Scheduler(setting.limits, config.policy), setting.latency, on_progress=tell)
+            except ValueError as error:
+                raise UserError(error) from error
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:
+                    raise
+                raise _StuckError(f"the simulation cannot go on: {error}") from error
+            outcome = outcome or _Outcome(record)
+            outcome.add(record)
+            if record.interrupted:
+                break
+            num_before += len(jobs)
+            bar.update(num_before - bar.n)
+    assert outcome is not None
+    return outcome
+
+
+def _jobs(config: SimConfig, index: int) -> list[Job]:
+    """The jobs of the simulation `index`, whose seed is larger by that than the first one's."""
+    try:
+        jobs = reseeded(config.workload, config.scalars.seed + index).jobs()
+    except ValueError as error:
+        raise UserError(error) from error
+    if not jobs:
+        raise UserError("workload must hold at least one request")
+    return jobs
+
+
+def _shape(job: Job) -> tuple[float, int, int, int]:
+    """What of a job the simulation depends on, but for which prompts are shared."""
+    return job.arrival_s, len(job.prompt), job.output_len, job.max_tokens
+
+
+def _copy_inputs(config: SimConfig, folder: Path) -> None:
+    """Copy the files that the simulation reads, so that it can be repeated from its folder alone."""
+    for path in config.inputs:
+        copy = folder / "inputs" / path.name
+        while copy.exists():
+            copy = copy.with_name(f"other-{copy.name}")
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def _facts(config: SimConfig, setting: Setting, num_seeds: int) -> dict[str, Any]:
+    """What the numbers of a summary rest on."""
+    first = getattr(config.workload, "seed", 0) + config.scalars.seed
+    facts: dict[str, Any] = {
+        "title": config.title,
+        "num_blocks": setting.limits.num_blocks,
+        "block_size": setting.limits.block_size,
+        "seeds": list(range(first, first + num_seeds)),
+        "assumed": _assumed(config),
+        "notes": list(setting.notes),
+        "versions": {"python": platform.python_version(), **_versions(("paged", "numpy", "simpy"))},
+    }
+    if isinstance(setting.latency, Calibrated):
+        facts["notes"] += setting.latency.notes()
+        facts["outside_range"] = setting.latency.outside_range()
+        facts["calibration"] = setting.latency.calibration.name
+    return facts
+
+
+def _assumed(config: SimConfig) -> list[str]:
+    """The figures of the hardware that step times and pool rest on and that nobody has measured."""
+    if not isinstance(config.latency, RooflineSchema):
+        return []
+    figures = config.deployment.hardware.figures().items()
+    assumed = [name for name, figure in figures if isinstance(figure, Figure) and figure.assumed]
+    return [name for name in assumed if config.deployment.tp > 1 or not name.startswith("link_")]
+
+
+def _table(config: SimConfig, summary: Summary) -> str:
+    lines = [config.title, summary_table(summary)]
+    if len(summary["seeds"]) > 1:
+        lines.append(f"{'seeds':<13}{len(summary['seeds'])}: means, and where they vary 95% intervals of the mean")
+    lines += [f"{'note':<13}{note}" for note in summary["notes"]]
+    if summary["assumed"]:
+        lines.append(f"{'assumed':<13}{', '.join(summary['assumed'])} of the hardware")
+    return "\n".join(lines)
+
+
+def _replay(config: SimConfig, source: Path, folder: Path, overrides: Sequence[str]) -> int:
+    """Compare a run's plans with those that the scheduler makes now; times only with a latency that was asked for."""
+    asked = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in overrides}
+    try:
+        report = replay(source, config.setting().latency if asked & {"latency", "hardware", "model"} else None)
+    except ValueError as error:
+        raise UserError(f"replay must be the folder of a run: {error}") from error
+    write_summary(folder / "summary.json", report.summary())
+    print(report.table())
+    print(folder, flush=True)
+    return OK if report.exact else INTERNAL
+
+
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,179 @@
+"""An executor that predicts: it answers each plan with a time and with who stops, on the simulation's clock."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from paged.core.plan import SAMPLE, Started, StepPlan, StepResult
+from paged.sim.latency import LatencyModel
+from paged.sim.record import SimRecord
+from paged.sim.shape import StepShape
+
+NEVER = 1 << 62
+"""Tokens that are left to a sample which nothing ends but its `max_tokens`."""
+
+
+class SimExecutor:
+    """An `Executor` without a model: plans follow each other on one device, each for as long as `latency` says.
+
+    A sample stops with the output token that its request's `output_len` names. Tokens are not told.
+
+    While columns stay the same objects, every row decodes, so that only sums change from step to step: rows are then
+    visited when one of them stops or the columns change.
+
+    Args:
+        latency: predicts the device's time and the host's.
+        record: receives admissions, first tokens and preemptions.
+        index_of: index in the record of each request that was added, by key.
+
+    Attributes:
+        now_s: time on the host's clock; whoever drives the executor sets it before `submit`.
+        waste_tokens: token places in referenced blocks that no token submitted so far fills.
+        shape: of the plan submitted last.
+        newest: its result.
+    """
+
+    def __init__(
+        self, latency: LatencyModel, block_size: int, record: SimRecord, index_of: dict[tuple[str, int], int]
+    ) -> None:
+        self.now_s = 0.0
+        self.waste_tokens = 0
+        self._latency = latency
+        self._block_size = block_size
+        self._record = record
+        self._index_of = index_of
+        self._results: deque[StepResult] = deque()
+        self._device_free_s = 0.0
+        # By slot: output tokens until the stop, token places, tokens scheduled; as of the last visit of the rows.
+        self._left: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        self._scheduled: dict[int, int] = {}
+        # Slots that have not sampled since they were taken, and whose they are.
+        self._fresh: dict[int, int] = {}
+        # The columns that stay the same, steps with them since the last visit, and how many more until a stop.
+        self._columns: Sequence[int] | None = None
+        self._is_decode = False
+        self._num_unvisited = 0
+        self._num_until_stop = 0
+        self._no_stops: list[bool] = []
+        self.shape = StepShape(0, 0, 0, 0, 0)
+        self.newest = StepResult(-1, None, (), (), 0.0, 0.0)
+
+    @property
+    def oldest_end_s(self) -> float:
+        """When the oldest plan submitted and not collected ends."""
+        return self._results[0].end_s
+
+    def submit(self, plan: StepPlan) -> None:
+        """Predict `plan`; it starts when the host has made it and the device is free."""
+        if plan.slots is self._columns and self._is_decode and not plan.released:
+            num_seqs, kv_tokens, max_kv = len(self._no_stops), self.shape.kv_tokens, self.shape.max_kv
+            shape = StepShape(num_seqs, num_seqs, num_seqs, kv_tokens + num_seqs, max_kv + 1)
+            self._num_unvisited += 1
+            self.waste_tokens -= num_seqs
+            if plan.appended:
+                self._append(plan.appended)
+            if self._num_unvisited == self._num_until_stop:
+                self._visit()
+                stopped = [self._left[slot] == 0 for slot in plan.slots]
+                self._count_down(plan.slots)
+            else:
+                stopped = self._no_stops
+        else:
+            self._visit()
+            self._change_slots(plan)
+            shape = StepShape.of(plan)
+            stopped = self._compute_rows(plan)
+        self.shape = shape
+        start_s = self.now_s if self.now_s > self._device_free_s else self._device_free_s
+        seconds = self._latency.step_s(shape)
+        if not 0.0 <= seconds < math.inf:
+            raise RuntimeError(f"the latency model gives step {plan.step} {seconds} s: {shape}")
+        self._device_free_s = end_s = start_s + seconds
+        if plan.started or plan.preempted or self._fresh:
+            self._note(plan, start_s, end_s)
+        self.newest = StepResult(plan.step, None, stopped, (), start_s, end_s)
+        self._results.append(self.newest)
+
+    def collect(self) -> StepResult:
+        """The oldest result; the clock is to be moved to its end."""
+        return self._results.popleft()
+
+    def abandon(self) -> None:
+        """Forget every plan and slot."""
+        self._results.clear()
+        for by_slot in (self._left, self._places, self._scheduled, self._fresh):
+            by_slot.clear()
+        self._columns = None
+        self._num_unvisited = self.waste_tokens = 0
+
+    def _visit(self) -> None:
+        """Bring the slots of the steady columns up to date."""
+        if self._num_unvisited:
+            assert self._columns is not None
+            left, scheduled, count = self._left, self._scheduled, self._num_unvisited
+            for slot in self._columns:
+                left[slot] -= count
+                scheduled[slot] += count
+            self._num_unvisited = 0
+
+    def _count_down(self, slots: Sequence[int]) -> None:
+        """Count the steps until the next of the samples in `slots` stops; one that has stopped stops no more."""
+        self._num_until_stop = min((left for slot in slots if (left := self._left[slot]) > 0), default=NEVER)
+
+    def _append(self, appended: Sequence[tuple[int, int]]) -> None:
+        size = self._block_size
+        self.waste_tokens += size * len(appended)
+        for slot, _ in appended:
+            self._places[slot] += size
+
+    def _change_slots(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            # A slot may be empty after `abandon`.
+            self.waste_tokens -= self._places.pop(slot, 0) - self._scheduled.pop(slot, 0)
+            self._left.pop(slot, None)
+            self._fresh.pop(slot, None)
+        for started in plan.started:
+            self._start(started)
+        self._append(plan.appended)
+
+    def _start(self, started: Started) -> None:
+        slot, request = started.slot, started.request
+        output_len = request.output_len
+        ends_by_itself = output_len is not None and output_len < request.max_tokens
+        self._left[slot] = output_len - started.num_output if ends_by_itself and output_len is not None else NEVER
+        self._places[slot] = len(started.blocks) * self._block_size
+        self._scheduled[slot] = started.num_cached
+        self.waste_tokens += self._places[slot] - started.num_cached
+        self._fresh[slot] = self._index_of[request.key]
+
+    def _compute_rows(self, plan: StepPlan) -> list[bool]:
+        """Schedule every row; the stop flags of those that sample."""
+        left, scheduled = self._left, self._scheduled
+        stopped: list[bool] = []
+        for slot, length, logits in zip(plan.slots, plan.lengths, plan.logits, strict=True):
+            scheduled[slot] += length
+            if logits & SAMPLE:
+                left[slot] -= 1
+                stopped.append(left[slot] == 0)
+        num_rows, num_tokens = len(plan.slots), sum(plan.lengths)
+        self.waste_tokens -= num_tokens
+        self._columns = plan.slots
+        self._is_decode = num_rows == num_tokens == len(stopped)
+        if self._is_decode:
+            self._no_stops = [False] * num_rows
+            self._count_down(plan.slots)
+        return stopped
+
+    def _note(self, plan: StepPlan, start_s: float, end_s: float) -> None:
+        """Tell the record of admissions, of preemptions and of first tokens since an admission."""
+        record, fresh = self._record, self._fresh
+        for key in plan.preempted:
+            record.preempt(self._index_of[key], start_s)
+        for started in plan.started:
+            record.admit(fresh[started.slot], start_s)
+        for slot, logits in zip(plan.slots, plan.logits, strict=True):
+            if logits & SAMPLE and slot in fresh:
+                record.sample(fresh.pop(slot), end_s)

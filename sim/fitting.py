@@ -1,0 +1,247 @@
+"""Fits a calibration to measured steps: which features the data supports, their costs, and the error on other steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paged.sim.calibration import (
+    CLASSES,
+    FEATURES,
+    Calibration,
+    ErrorSummary,
+    HostTime,
+    Memory,
+    Provenance,
+    Range,
+    step_class,
+)
+from paged.sim.measured import MeasuredStep
+from paged.sim.shape import StepShape
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+MIN_STEPS: Final = 20
+"""Fewer steps are refused, and a run of fewer is not predicted from the others."""
+
+_MIN_SUPPORT: Final = 8  # steps in which a feature must be there, for its cost to be fitted
+_MIN_OWN_SHARE: Final = 1e-3  # of a feature that the earlier ones must leave unexplained
+_OUTLIER_SPREADS: Final = 6.0  # a step further off than so many robust standard deviations is an outlier...
+_OUTLIER_LEAST: Final = 0.02  # ... if it is also off by this share,
+_OUTLIER_MOST: Final = 0.1  # and among the worst tenth of its class: more is a model that does not fit
+_ROUNDS: Final = 20
+_FLOOR: Final = 0.1  # of the shortest step measured: what is predicted at least
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Costs of named columns.
+
+    Attributes:
+        costs: seconds a unit, those above 0.
+        kept: which of the rows the last round followed.
+    """
+
+    costs: dict[str, float]
+    kept: Flags
+
+    def predict(self, columns: Mapping[str, Floats]) -> Floats:
+        """The sum of the columns times their costs."""
+        return sum((cost * columns[name] for name, cost in self.costs.items()), np.zeros(len(columns["step"])))
+
+
+def fit_calibration(
+    runs: Mapping[str, Sequence[MeasuredStep]], *, name: str, memory: Memory, provenance: Provenance
+) -> Calibration:
+    """Fit the step times of some runs, given by name, which must be of one model on one device.
+
+    Raises:
+        ValueError: there are too few steps.
+    """
+    timed = {source: [step for step in steps if is_used(step)] for source, steps in runs.items()}
+    steps = [step for some in timed.values() for step in some]
+    if len(steps) < MIN_STEPS:
+        raise ValueError(f"{len(steps)} measured steps are too few, at least {MIN_STEPS} are needed")
+    shape = _columns([step.shape for step in steps])
+    columns = {key: np.asarray(feature(shape), np.float64) for key, feature in FEATURES.items()}
+    measured = np.array([step.step_s for step in steps])
+    kinds = np.array([step_class(step.shape) for step in steps])
+    held_out = is_held_out(np.arange(len(steps)))
+
+    fit = robust_fit(_rows(columns, ~held_out), measured[~held_out], kinds[~held_out])
+    kept = ~held_out
+    kept[kept] = fit.kept
+    floor_s = _FLOOR * float(measured[kept].min())
+    predicted = np.maximum(fit.predict(columns), floor_s)
+    errors = {"all": ErrorSummary.of(predicted[held_out], measured[held_out])}
+    ranges = {}
+    for kind in CLASSES:
+        chosen = kinds == kind
+        if (chosen & held_out).any():
+            errors[kind] = ErrorSummary.of(predicted[chosen & held_out], measured[chosen & held_out])
+        if (chosen & (kept | held_out)).any():
+            ranges[kind] = _range(shape, chosen & (kept | held_out))
+    return Calibration(
+        name=name,
+        coefficients=fit.costs,
+        floor_s=floor_s,
+        host=_fit_host(steps),
+        ranges=ranges,
+        held_out=errors,
+        other_runs=_errors_of_other_runs(timed, columns, measured, kinds),
+        noise=_noise(steps),
+        num_steps=len(steps),
+        num_first=sum(1 for some in runs.values() for step in some if not step.step),
+        num_trimmed=int((~fit.kept).sum()),
+        memory=memory,
+        provenance=provenance,
+    )
+
+
+def is_used(step: MeasuredStep) -> bool:
+    """Whether a step counts: a process's first one warms up, and one without a duration tells nothing."""
+    return step.step > 0 and step.step_s > 0
+
+
+def is_held_out(index: Any) -> Any:
+    """Whether the step of this index (or array of them) among those used is kept from the fit: every fifth."""
+    return index % 5 == 4
+
+
+def robust_fit(columns: Mapping[str, Floats], measured: Floats, kinds: npt.NDArray[np.str_]) -> Fit:
+    """Costs, none below 0, that make the columns' sum follow the times, relative to their size, but for outliers.
+
+    Each round weighs a time by the last prediction (by the time itself, sums would come out too small), and leaves out
+    those far from what is usual in their class.
+
+    Args:
+        columns: by name, ``step`` (all ones) among them, each [N].
+        measured: [N], seconds, positive.
+        kinds: class of each row, [N].
+    """
+    from scipy.optimize import nnls
+
+    kept = np.ones(len(measured), bool)
+    predicted = measured
+    costs: dict[str, float] = {}
+    for _ in range(_ROUNDS):
+        weights = 1 / predicted[kept]
+        names = supported(_rows(columns, kept), weights)
+        matrix = np.stack([columns[name][kept] * weights for name in names], axis=1)
+        scales = np.linalg.norm(matrix, axis=0)
+        solution, _ = nnls(matrix / scales, measured[kept] * weights)
+        costs = {name: float(cost) for name, cost in zip(names, solution / scales, strict=True) if cost > 0}
+        before, kept_before = predicted, kept
+        predicted = np.maximum(Fit(costs, kept).predict(columns), _FLOOR * measured[kept].min())
+        kept = ~_outliers(measured / predicted - 1, kinds)
+        if (kept == kept_before).all() and np.allclose(predicted, before, rtol=1e-6):
+            break
+    return Fit(costs, kept_before)
+
+
+def supported(columns: Mapping[str, Floats], weights: Floats) -> list[str]:
+    """Names of the columns whose costs the rows can tell apart, in order.
+
+    A column counts if enough rows have it, and if those chosen before it do not already say the same.
+    """
+    chosen: list[str] = []
+    basis: list[Floats] = []
+    for name, column in columns.items():
+        if name != "step" and np.count_nonzero(column) < _MIN_SUPPORT:
+            continue
+        own = column * weights
+        size = np.linalg.norm(own)
+        for _ in range(2):  # once is not enough for nearly parallel columns
+            for direction in basis:
+                own = own - (own @ direction) * direction
+        left = np.linalg.norm(own)
+        if left > _MIN_OWN_SHARE * size:
+            chosen.append(name)
+            basis.append(own / left)
+    return chosen
+
+
+def _outliers(relative: Floats, kinds: npt.NDArray[np.str_]) -> Flags:
+    """Rows whose relative error is far from what is usual in their class; at most a tenth of a class."""
+    found = np.zeros(len(relative), bool)
+    for kind in np.unique(kinds):
+        chosen = kinds == kind
+        if chosen.sum() < _MIN_SUPPORT:
+            continue
+        distance = np.abs(relative[chosen] - np.median(relative[chosen]))
+        spread = 1.4826 * np.median(distance)
+        limit = max(_OUTLIER_SPREADS * spread, _OUTLIER_LEAST, np.quantile(distance, 1 - _OUTLIER_MOST))
+        found[chosen] = distance > limit
+    return found
+
+
+def _errors_of_other_runs(
+    timed: Mapping[str, Sequence[MeasuredStep]],
+    columns: Mapping[str, Floats],
+    measured: Floats,
+    kinds: npt.NDArray[np.str_],
+) -> dict[str, ErrorSummary]:
+    """For each run that is long enough the error on it of a fit to the others, if these are."""
+    errors = {}
+    first = 0
+    for source, steps in timed.items():
+        ours = np.zeros(len(measured), bool)
+        ours[first : first + len(steps)] = True
+        first += len(steps)
+        if min(ours.sum(), (~ours).sum()) >= MIN_STEPS:
+            fit = robust_fit(_rows(columns, ~ours), measured[~ours], kinds[~ours])
+            predicted = np.maximum(fit.predict(_rows(columns, ours)), _FLOOR * measured[~ours][fit.kept].min())
+            errors[source] = ErrorSummary.of(predicted, measured[ours])
+    return errors
+
+
+def _fit_host(steps: Sequence[MeasuredStep]) -> HostTime | None:
+    """The host's time between steps, from those that show it."""
+    pairs = [(step.shape.num_seqs, step.host_s) for step in steps if step.host_s is not None and step.host_s > 0]
+    if len(pairs) < MIN_STEPS:
+        return None
+    num_seqs, measured = np.array(pairs, np.float64).T
+    columns = {"step": np.ones(len(pairs)), "sequences": num_seqs}
+    held_out = is_held_out(np.arange(len(pairs)))
+    fit = robust_fit(_rows(columns, ~held_out), measured[~held_out], np.full(int((~held_out).sum()), "host"))
+    error = ErrorSummary.of(fit.predict(columns)[held_out], measured[held_out])
+    return HostTime(step_s=fit.costs.get("step", 0.0), seq_s=fit.costs.get("sequences", 0.0), error=error)
+
+
+def _noise(steps: Sequence[MeasuredStep]) -> float | None:
+    """Mean share by which neighbours differ that decode the same sequences, one token further; None if there are none.
+
+    Divided by the root of 2, because both of a pair are off: what a perfect model would be off by.
+    """
+    shares = [
+        2 * abs(a.step_s - b.step_s) / (a.step_s + b.step_s)
+        for a, b in itertools.pairwise(steps)
+        if a.session == b.session
+        and a.step + 1 == b.step
+        and a.shape.prefill_seqs == b.shape.prefill_seqs == 0
+        and a.shape.num_seqs == b.shape.num_seqs
+        and b.shape.kv_tokens - a.shape.kv_tokens == b.shape.num_seqs
+    ]
+    return float(np.mean(shares)) / 2**0.5 if shares else None
+
+
+def _columns(shapes: Sequence[StepShape]) -> StepShape:
+    """The shapes as one shape of arrays [N]."""
+    return StepShape(*np.array(shapes, np.float64).T)
+
+
+def _rows(columns: Mapping[str, Floats], chosen: Flags) -> dict[str, Floats]:
+    return {name: column[chosen] for name, column in columns.items()}
+
+
+def _range(shape: StepShape, chosen: Flags) -> Range:
+    """The bounds of the rows chosen of a shape of arrays."""
+    columns = {field: np.asarray(column)[chosen] for field, column in zip(StepShape._fields, shape, strict=True)}
+    bounds = {field: (int(column.min()), int(column.max())) for field, column in columns.items()}
+    return Range(num_steps=int(chosen.sum()), bounds=bounds)
