@@ -190,10 +190,11 @@ def _spec(config: DictConfig) -> ModelSpec | None:
     if path is None:
         return None
     try:
-        if described is not None:
-            fields = OmegaConf.to_container(described)
-            return ModelSpec.from_config({str(key): value for key, value in dict(fields).items()})
-        return find_model(path, need_weights=False)[1]
+        if described is None:
+            return find_model(path, need_weights=False)[1]
+        fields = OmegaConf.to_container(described)
+        assert isinstance(fields, dict), "a run checks its config"
+        return ModelSpec.from_config({str(key): value for key, value in fields.items()})
     except ValueError:
         return None
 

@@ -81,18 +81,24 @@ class BlockPool:
         Raises:
             RuntimeError: a block has no reference; those after it in ``blocks`` have been freed.
         """
-        references, keys, cached, free = self.references, self._key_by_block, self._cached, self._free
-        for block in reversed(blocks):
-            count = references[block]
-            if count == 0:
-                raise RuntimeError(f"block {block} is freed, but nothing refers to it")
-            references[block] = count - 1
-            if count == 1:
-                if keys[block] is None:
-                    free.append(block)
+        references, keys = self.references, self._key_by_block
+        unused: list[int] = []
+        try:
+            for block in reversed(blocks):
+                count = references[block]
+                if count == 1:
+                    references[block] = 0
+                    unused.append(block)
+                elif count:
+                    references[block] = count - 1
                 else:
-                    cached.append(block)
-                    self.num_cached += 1
+                    raise RuntimeError(f"block {block} is freed, but nothing refers to it")
+        finally:
+            cached = [block for block in unused if keys[block] is not None]
+            self._cached.extend(cached)
+            self.num_cached += len(cached)
+            if len(cached) < len(unused):
+                self._free.extend([block for block in unused if keys[block] is None])
 
     def adopt(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of ``blocks``, which ``lookup`` returned."""
@@ -168,17 +174,16 @@ class BlockPool:
         block_by_key, key_by_block = self._block_by_key, self._key_by_block
         self.num_cached -= count
         self.num_evictions += count
+        take = cached.popleft
         while count:
-            block = cached.popleft()
+            block = take()
             if num_stale[block]:
                 num_stale[block] -= 1
-                continue
-            key = key_by_block[block]
-            assert key is not None
-            del block_by_key[key]
-            key_by_block[block] = None
-            blocks.append(block)
-            count -= 1
+            else:
+                del block_by_key[key_by_block[block]]
+                key_by_block[block] = None
+                blocks.append(block)
+                count -= 1
 
     def _valid_cached(self) -> list[int]:
         """Cached blocks, least recently used first."""

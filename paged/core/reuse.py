@@ -63,8 +63,12 @@ class PrefixReuse:
         if self.is_enabled:
             sequence.publish_at = (sequence.num_published + 1) * self._block_size
             leaders = self._leaders
-            for key in sequence.keys[sequence.num_published :]:
-                leaders.setdefault(key, sequence)
+            keys = sequence.keys[sequence.num_published :]
+            if leaders.keys().isdisjoint(keys):
+                leaders.update(dict.fromkeys(keys, sequence))
+            else:
+                for key in keys:
+                    leaders.setdefault(key, sequence)
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Offer the blocks of ``sequence`` that its leading ``num_computed`` tokens, all committed, have filled."""
