@@ -63,6 +63,7 @@ class Engine:
         tokenizer: None if prompts are token ids.
         seed: start of the random streams of requests that bring none.
         numerics_id: written into every result.
+        device_name: what computes, for summaries.
         step_log: receives every event; closed with the engine.
     """
 
@@ -74,12 +75,14 @@ class Engine:
         *,
         seed: int = 0,
         numerics_id: str = "",
+        device_name: str = "",
         step_log: StepLog | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.numerics_id = numerics_id
+        self.device_name = device_name
         self._seed = seed
         self._log = step_log
         self._samples: dict[tuple[str, int], _Sample] = {}
@@ -148,6 +151,7 @@ class Engine:
             tokenizer,
             seed=config.seed,
             numerics_id=numerics.numerics_id(dtype=dtype, kv_dtype=kv_dtype, device=device),
+            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             step_log=StepLog(step_log) if step_log is not None else None,
         )
         engine.startup_s = time.perf_counter() - started

@@ -222,6 +222,7 @@ class _Run:
                 "elapsed_s": elapsed_s,
                 **self.tally.summary(),
                 "numerics_id": engine.numerics_id,
+                "device": engine.device_name,
                 "resumed": self.resumed,
                 "interrupted": interrupted,
                 "versions": _versions(),

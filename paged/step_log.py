@@ -40,6 +40,7 @@ class StepLog:
             seeds=[request.seed for request in requests],
             prompt_token_ids=first.prompt.token_ids,
             max_tokens=first.max_tokens,
+            output_len=first.output_len,
             is_scored=first.params.prompt_logprobs is not None,
         )
 

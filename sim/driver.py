@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import simpy
@@ -102,7 +102,8 @@ class _Simulation:
         pool, append_step = scheduler.pool, self.record.append_step
         depth = scheduler.config.depth
         timeout, host_s = env.timeout, self.latency.host_s
-        num_in_flight = num_steps = 0
+        num_in_flight = num_steps = num_running = num_used = 0
+        slots: Sequence[int] | None = None
         while True:
             if inbox:
                 self._take_in()
@@ -112,15 +113,20 @@ class _Simulation:
                 num_in_flight += 1
                 executor.now_s += host_s(len(plan.slots))
                 executor.submit(plan)
-                shape, step = executor.shape, executor.newest
+                if plan.slots is slots:
+                    # The same sequences decode on; only what they appended is new.
+                    num_used += len(plan.appended)
+                else:
+                    slots, num_running, num_used = plan.slots, scheduler.num_running, pool.num_used
+                num_tokens, num_seqs, *_ = executor.shape
                 append_step(
-                    step.start_s,
-                    step.end_s,
-                    shape.num_seqs,
-                    shape.num_tokens,
-                    scheduler.num_running,
+                    executor.newest_start_s,
+                    executor.newest_end_s,
+                    num_seqs,
+                    num_tokens,
+                    num_running,
                     scheduler.num_waiting,
-                    pool.num_used,
+                    num_used,
                     executor.waste_tokens,
                     len(plan.preempted),
                 )

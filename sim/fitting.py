@@ -26,15 +26,16 @@ from paged.sim.shape import StepShape
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Names = npt.NDArray[np.str_]
 
 MIN_STEPS: Final = 20
 """Fewer steps are refused, and a run of fewer is not predicted from the others."""
 
 _MIN_SUPPORT: Final = 8  # steps in which a feature must be there, for its cost to be fitted
 _MIN_OWN_SHARE: Final = 1e-3  # of a feature that the earlier ones must leave unexplained
+_NEIGHBOURS: Final = 4  # steps before and after one, with which it is compared
 _OUTLIER_SPREADS: Final = 6.0  # a step further off than so many robust standard deviations is an outlier...
-_OUTLIER_LEAST: Final = 0.02  # ... if it is also off by this share,
-_OUTLIER_MOST: Final = 0.1  # and among the worst tenth of its class: more is a model that does not fit
+_OUTLIER_LEAST: Final = 0.02  # ... if it is also off by this share
 _ROUNDS: Final = 20
 _FLOOR: Final = 0.1  # of the shortest step measured: what is predicted at least
 
@@ -65,16 +66,18 @@ def fit_calibration(
         ValueError: there are too few steps.
     """
     timed = {source: [step for step in steps if is_used(step)] for source, steps in runs.items()}
-    steps = [step for some in timed.values() for step in some]
+    named = [(source, step) for source, some in timed.items() for step in some]
+    steps = [step for _, step in named]
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} measured steps are too few, at least {MIN_STEPS} are needed")
     shape = _columns([step.shape for step in steps])
     columns = {key: np.asarray(feature(shape), np.float64) for key, feature in FEATURES.items()}
     measured = np.array([step.step_s for step in steps])
     kinds = np.array([step_class(step.shape) for step in steps])
+    groups = np.array([f"{kind} {source} {step.session}" for (source, step), kind in zip(named, kinds, strict=True)])
     held_out = is_held_out(np.arange(len(steps)))
 
-    fit = robust_fit(_rows(columns, ~held_out), measured[~held_out], kinds[~held_out])
+    fit = robust_fit(_rows(columns, ~held_out), measured[~held_out], groups[~held_out])
     kept = ~held_out
     kept[kept] = fit.kept
     floor_s = _FLOOR * float(measured[kept].min())
@@ -94,7 +97,7 @@ def fit_calibration(
         host=_fit_host(steps),
         ranges=ranges,
         held_out=errors,
-        other_runs=_errors_of_other_runs(timed, columns, measured, kinds),
+        other_runs=_errors_of_other_runs(timed, columns, measured, groups),
         noise=_noise(steps),
         num_steps=len(steps),
         num_first=sum(1 for some in runs.values() for step in some if not step.step),
@@ -114,16 +117,16 @@ def is_held_out(index: Any) -> Any:
     return index % 5 == 4
 
 
-def robust_fit(columns: Mapping[str, Floats], measured: Floats, kinds: npt.NDArray[np.str_]) -> Fit:
+def robust_fit(columns: Mapping[str, Floats], measured: Floats, groups: Names) -> Fit:
     """Costs, none below 0, that make the columns' sum follow the times, relative to their size, but for outliers.
 
     Each round weighs a time by the last prediction (by the time itself, sums would come out too small), and leaves out
-    those far from what is usual in their class.
+    those that are far from their neighbours.
 
     Args:
         columns: by name, ``step`` (all ones) among them, each [N].
         measured: [N], seconds, positive.
-        kinds: class of each row, [N].
+        groups: [N], names; the rows of one name are neighbours in order.
     """
     from scipy.optimize import nnls
 
@@ -139,7 +142,7 @@ def robust_fit(columns: Mapping[str, Floats], measured: Floats, kinds: npt.NDArr
         costs = {name: float(cost) for name, cost in zip(names, solution / scales, strict=True) if cost > 0}
         before, kept_before = predicted, kept
         predicted = np.maximum(Fit(costs, kept).predict(columns), _FLOOR * measured[kept].min())
-        kept = ~_outliers(measured / predicted - 1, kinds)
+        kept = ~_outliers(measured / predicted - 1, groups)
         if (kept == kept_before).all() and np.allclose(predicted, before, rtol=1e-6):
             break
     return Fit(costs, kept_before)
@@ -167,16 +170,21 @@ def supported(columns: Mapping[str, Floats], weights: Floats) -> list[str]:
     return chosen
 
 
-def _outliers(relative: Floats, kinds: npt.NDArray[np.str_]) -> Flags:
-    """Rows whose relative error is far from what is usual in their class; at most a tenth of a class."""
+def _outliers(relative: Floats, groups: Names) -> Flags:
+    """Rows whose relative error is far from that of the rows around them in their group.
+
+    A stretch of rows that are all off is no outlier, but something that the model does not know or a machine that was
+    busy: to leave it out would flatter the fit.
+    """
     found = np.zeros(len(relative), bool)
-    for kind in np.unique(kinds):
-        chosen = kinds == kind
+    for group in np.unique(groups):
+        chosen = groups == group
         if chosen.sum() < _MIN_SUPPORT:
             continue
-        distance = np.abs(relative[chosen] - np.median(relative[chosen]))
-        spread = 1.4826 * np.median(distance)
-        limit = max(_OUTLIER_SPREADS * spread, _OUTLIER_LEAST, np.quantile(distance, 1 - _OUTLIER_MOST))
+        padded = np.pad(relative[chosen], _NEIGHBOURS, mode="edge")
+        around = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * _NEIGHBOURS + 1), axis=1)
+        distance = np.abs(relative[chosen] - around)
+        limit = max(_OUTLIER_SPREADS * 1.4826 * np.median(distance), _OUTLIER_LEAST)
         found[chosen] = distance > limit
     return found
 
@@ -185,7 +193,7 @@ def _errors_of_other_runs(
     timed: Mapping[str, Sequence[MeasuredStep]],
     columns: Mapping[str, Floats],
     measured: Floats,
-    kinds: npt.NDArray[np.str_],
+    groups: Names,
 ) -> dict[str, ErrorSummary]:
     """For each run that is long enough the error on it of a fit to the others, if these are."""
     errors = {}
@@ -195,7 +203,7 @@ def _errors_of_other_runs(
         ours[first : first + len(steps)] = True
         first += len(steps)
         if min(ours.sum(), (~ours).sum()) >= MIN_STEPS:
-            fit = robust_fit(_rows(columns, ~ours), measured[~ours], kinds[~ours])
+            fit = robust_fit(_rows(columns, ~ours), measured[~ours], groups[~ours])
             predicted = np.maximum(fit.predict(_rows(columns, ours)), _FLOOR * measured[~ours][fit.kept].min())
             errors[source] = ErrorSummary.of(predicted, measured[ours])
     return errors

@@ -166,6 +166,22 @@ def test_a_class_that_is_rare_is_not_taken_for_outliers(tmp_path: Path) -> None:
     assert found.held_out["decode"].mape < 0.01
 
 
+def test_a_stretch_of_slow_steps_is_not_taken_for_outliers(tmp_path: Path) -> None:
+    """Batches too large for a CPU's cache took twice as long, all of them; leaving them out flattered the fit."""
+    rng = random.Random(7)
+    seen: list[StepShape] = []
+
+    def step_s(shape: StepShape) -> float:
+        seen.append(shape)
+        slower = 2 if 100 <= len(seen) < 140 else 1
+        return cost_of({"step": 1.0, "decode_kv": 1e-3})(shape) * slower * rng.gauss(1, 0.02)
+
+    found = fit_run(tmp_path, step_s)
+    assert len(seen) > 400
+    assert found.num_trimmed <= 4
+    assert found.held_out["all"].mape > 0.05
+
+
 def test_what_the_data_does_not_show_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     write_run(path, cost_of(COSTS), load=replace(LARGE, prompt=(1, 1), max_num_seqs=100))

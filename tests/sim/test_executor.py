@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import pytest
 
 from loop_tools import Ticks, random_case
@@ -12,6 +14,8 @@ from paged.sim.executor import SimExecutor
 from paged.sim.record import SimRecord
 from paged.sim.shape import StepShape
 from paged.workload.job import Job
+
+ANY_TIMES = (ANY, ANY)
 
 
 class Naive:
@@ -77,9 +81,10 @@ def test_shapes_stops_and_waste_are_those_of_every_row(abandons: bool) -> None:
                 expected, stopped, waste = naive.execute(plan)
                 executor.submit(plan)
                 assert latency.shapes[-1] == executor.shape == expected
-                assert executor.newest.stopped == stopped
-                assert executor.newest.tokens is None
+                assert executor._results[-1] == StepResult(plan.step, None, stopped, (), *ANY_TIMES)
                 assert executor.waste_tokens == waste
+                assert isinstance(executor.shape, StepShape)
+                assert isinstance(executor._results[-1], StepResult)
                 num_steady += last is not None and plan.slots is last.slots
                 num_stops += sum(stopped)
                 num_preempted += len(plan.preempted)
