@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import simpy
 
+from paged.core.plan import StepPlan
 from paged.core.request import Request, SamplingParams
 from paged.core.scheduler import Finished, Scheduler
 from paged.sim.executor import SimExecutor
@@ -32,7 +34,7 @@ def simulate(
 
     The loop is the engine's: take in what arrived, plan, submit, and once `depth` plans are in flight, collect and
     commit the oldest. The host's time passes before a plan is submitted, beside the plans that the device computes
-    meanwhile.
+    meanwhile; a host that is still making a plan takes in results afterwards.
 
     Args:
         jobs: in order of arrival.
@@ -62,7 +64,7 @@ class _Simulation:
         self.on_progress = on_progress
         self.record = SimRecord(config.num_blocks, config.block_size)
         self.index_of: dict[tuple[str, int], int] = {}
-        self.executor = SimExecutor(latency, config.block_size, self.record, self.index_of)
+        self.executor = SimExecutor(latency, config.block_size)
         self.env = simpy.Environment()
         self.inbox: deque[Job] = deque()
         self.num_to_come = 0
@@ -73,6 +75,7 @@ class _Simulation:
 
     def run(self, jobs: list[Job]) -> SimRecord:
         start = time.perf_counter()
+        assert all(job.arrival_s <= after.arrival_s for job, after in pairwise(jobs)), "jobs out of order of arrival"
         self.num_to_come = len(jobs)
         self.env.process(self._arrive(jobs))
         loop = self.env.process(self._loop())
@@ -107,12 +110,14 @@ class _Simulation:
         while True:
             if inbox:
                 self._take_in()
-            # The host's clock runs ahead of the simulation's while it makes plans.
+            # The host's clock runs ahead of the simulation's while it makes plans; it takes in results when it is done.
             executor.now_s = env.now
             while num_in_flight < depth and (plan := scheduler.plan()) is not None:
                 num_in_flight += 1
                 executor.now_s += host_s(len(plan.slots))
                 executor.submit(plan)
+                if plan.started or plan.preempted or executor.sampled_first:
+                    self._note(plan)
                 if plan.slots is slots:
                     # The same sequences decode on; only what they appended is new.
                     num_used += len(plan.appended)
@@ -132,7 +137,7 @@ class _Simulation:
                 )
             if num_in_flight:
                 end_s = executor.oldest_end_s
-                yield timeout(max(0.0, end_s - env.now))
+                yield timeout(max(0.0, end_s - env.now, executor.now_s - env.now))
                 num_in_flight -= 1
                 commit = scheduler.commit(executor.collect())
                 if commit.finished:
@@ -163,10 +168,23 @@ class _Simulation:
             else:
                 self.index_of[request.key] = index
 
+    def _note(self, plan: StepPlan) -> None:
+        """Tell the record of a plan's preemptions and admissions, and of first tokens after an admission."""
+        record, executor = self.record, self.executor
+        for key in plan.preempted:
+            # A deeper pipeline may tell of it when a token in flight has already ended the request.
+            if key in self.index_of:
+                record.preempt(self.index_of[key], executor.newest_start_s)
+        for started in plan.started:
+            record.admit(self.index_of[started.request.key], executor.newest_start_s)
+        for key in executor.sampled_first:
+            record.sample(self.index_of[key], executor.newest_end_s)
+
     def _finish(self, finished: Iterable[Finished], end_s: float) -> None:
         for end in finished:
             index = self.index_of.pop(end.request.key)
-            self.record.finish(index, end_s, end.reason.value, end.num_output, end.num_cached_tokens)
+            counts = end.num_output, end.num_cached_tokens, end.num_preemptions
+            self.record.finish(index, end_s, end.reason.value, *counts)
             self.num_ended += 1
 
     def _look(self, num_steps: int) -> None:

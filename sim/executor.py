@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from paged.core.plan import SAMPLE, Started, StepPlan, StepResult
 from paged.sim.latency import LatencyModel
-from paged.sim.record import SimRecord
 from paged.sim.shape import StepShape
 
 # Named tuples made without the call of their own constructors, which costs three times as much, for every step.
@@ -27,26 +26,22 @@ class SimExecutor:
     visited when one of them stops or the columns change.
 
     Args:
-        latency: predicts the device's time and the host's.
-        record: receives admissions, first tokens and preemptions.
-        index_of: index in the record of each request that was added, by key.
+        latency: predicts the device's time.
+        block_size: tokens in a block.
 
     Attributes:
         now_s: time on the host's clock; whoever drives the executor sets it before `submit`.
         waste_tokens: token places in referenced blocks that no token submitted so far fills.
         shape: of the plan submitted last.
         newest_start_s, newest_end_s: when it starts and ends.
+        sampled_first: keys of the requests that get their first token since an admission with it.
     """
 
-    def __init__(
-        self, latency: LatencyModel, block_size: int, record: SimRecord, index_of: dict[tuple[str, int], int]
-    ) -> None:
+    def __init__(self, latency: LatencyModel, block_size: int) -> None:
         self.now_s = 0.0
         self.waste_tokens = 0
         self._latency = latency
         self._block_size = block_size
-        self._record = record
-        self._index_of = index_of
         self._results: deque[StepResult] = deque()
         self._device_free_s = 0.0
         # By slot: output tokens until the stop, token places, tokens scheduled; as of the last visit of the rows.
@@ -54,7 +49,8 @@ class SimExecutor:
         self._places: dict[int, int] = {}
         self._scheduled: dict[int, int] = {}
         # Slots that have not sampled since they were taken, and whose they are.
-        self._fresh: dict[int, int] = {}
+        self._fresh: dict[int, tuple[str, int]] = {}
+        self.sampled_first: Sequence[tuple[str, int]] = ()
         # The columns that stay the same, steps with them since the last visit, and how many more until a stop.
         self._columns: Sequence[int] | None = None
         self._is_decode = False
@@ -95,8 +91,7 @@ class SimExecutor:
         if not 0.0 <= seconds < math.inf:
             raise RuntimeError(f"the latency model gives step {plan.step} {seconds} s: {shape}")
         self._device_free_s = end_s = start_s + seconds
-        if plan.started or plan.preempted or self._fresh:
-            self._note(plan, start_s, end_s)
+        self.sampled_first = self._first_samples(plan) if self._fresh else ()
         self.newest_start_s, self.newest_end_s = start_s, end_s
         self._results.append(_new(StepResult, (plan.step, None, stopped, (), start_s, end_s, None)))
 
@@ -150,7 +145,7 @@ class SimExecutor:
         self._places[slot] = len(started.blocks) * self._block_size
         self._scheduled[slot] = started.num_cached
         self.waste_tokens += self._places[slot] - started.num_cached
-        self._fresh[slot] = self._index_of[request.key]
+        self._fresh[slot] = request.key
 
     def _compute_rows(self, plan: StepPlan) -> list[bool]:
         """Schedule every row; the stop flags of those that sample."""
@@ -170,13 +165,7 @@ class SimExecutor:
             self._count_down(plan.slots)
         return stopped
 
-    def _note(self, plan: StepPlan, start_s: float, end_s: float) -> None:
-        """Tell the record of admissions, of preemptions and of first tokens since an admission."""
-        record, fresh = self._record, self._fresh
-        for key in plan.preempted:
-            record.preempt(self._index_of[key], start_s)
-        for started in plan.started:
-            record.admit(fresh[started.slot], start_s)
-        for slot, logits in zip(plan.slots, plan.logits, strict=True):
-            if logits & SAMPLE and slot in fresh:
-                record.sample(fresh.pop(slot), end_s)
+    def _first_samples(self, plan: StepPlan) -> list[tuple[str, int]]:
+        fresh = self._fresh
+        rows = zip(plan.slots, plan.logits, strict=True)
+        return [fresh.pop(slot) for slot, logits in rows if logits & SAMPLE and slot in fresh]

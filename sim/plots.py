@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from paged.sim.record import COMPLETE, SimRecord
+from paged.sim.record import COMPLETE, Floats, Ints, SimRecord
 from paged.sim.report import LATENCIES, Summary, latencies, seconds
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ _STACKED: Final = {"left": 0.085, "right": 0.98, "bottom": 0.1, "top": 0.94, "hs
 _BESIDE: Final = {"left": 0.06, "right": 0.985, "bottom": 0.14, "top": 0.91, "wspace": 0.08}
 _UNITS: Final = ((1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"))
 
-Array = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class Band:
@@ -36,13 +33,13 @@ class Band:
         low, high, mean: of the function's values in each bin, the mean weighted with time.
     """
 
-    edges: Array
-    low: Array
-    high: Array
-    mean: Array
+    edges: Floats
+    low: Floats
+    high: Floats
+    mean: Floats
 
 
-def band(start_s: Array, until_s: Array, values: Array, end_s: float, most_bins: int = _MOST_BINS) -> Band:
+def band(start_s: Floats, until_s: Floats, values: Floats | Ints, end_s: float, most_bins: int = _MOST_BINS) -> Band:
     """`values[i]` holding from `start_s[i]` to `until_s[i]`, and 0 in between, from the first start to `end_s`.
 
     A function of few pieces is not binned: each piece is a bin of its own.
@@ -186,7 +183,7 @@ def _draw_latency(record: SimRecord, summary: Summary) -> Figure:
     return figure
 
 
-def _draw_distribution(axes: Axes, values: Array, statistics: Summary) -> None:
+def _draw_distribution(axes: Axes, values: Floats, statistics: Summary) -> None:
     scale, unit = (1.0, "s") if statistics["p90"] >= 1 else (1e-3, "ms")
     axes.step([values[0] / scale, *values / scale], np.linspace(0, 100, len(values) + 1), where="post", color=_BLUE)
     for color, share in ((_GREY, 50), (_ORANGE, 90), (_RED, 99)):

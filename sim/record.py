@@ -182,16 +182,18 @@ class SimRecord:
 
     def preempt(self, index: int, time_s: float) -> None:
         """Note that a request lost its blocks."""
-        self.requests[index].num_preemptions += 1
         self._event(time_s, index, PREEMPTED)
 
-    def finish(self, index: int, time_s: float, reason: str, output_tokens: int, cached_tokens: int) -> None:
+    def finish(
+        self, index: int, time_s: float, reason: str, output_tokens: int, cached_tokens: int, num_preemptions: int = 0
+    ) -> None:
         """Close the row of a request."""
         request = self.requests[index]
         request.finish_s = time_s
         request.finish_reason = reason
         request.output_tokens = output_tokens
         request.cached_tokens = cached_tokens
+        request.num_preemptions = num_preemptions
 
     def append_step(
         self,

@@ -97,6 +97,10 @@ class BlockPool:
             cached = [block for block in unused if keys[block] is not None]
             self._cached.extend(cached)
             self.num_cached += len(cached)
+            if len(self._cached) > 2 * self.num_blocks:
+                # Where nothing is ever evicted, nothing else would remove the stale entries.
+                self._cached = deque(self._valid_cached())
+                self._num_stale = [0] * self.num_blocks
             if len(cached) < len(unused):
                 self._free.extend([block for block in unused if keys[block] is None])
 

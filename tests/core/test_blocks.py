@@ -300,3 +300,18 @@ def test_check_finds_damage(damage, message: str) -> None:  # type: ignore[no-un
     damage(pool)
     with pytest.raises(AssertionError, match=message):
         pool.check([[0]])
+
+
+def test_entries_of_adopted_blocks_do_not_pile_up() -> None:
+    """A prefix that is adopted and freed again and again, while nothing is evicted, once left an entry each time."""
+    pool = BlockPool(12)
+    table = pool.allocate(10)
+    pool.publish_all(table, [b"%d" % block for block in table])
+    pool.free(table)
+    for _ in range(1000):
+        pool.adopt(table)
+        pool.free(table)
+        pool.check([])
+        assert len(pool._cached) <= 2 * pool.num_blocks + len(table)
+    # The order of reuse is untouched: free blocks first, then the least recently used, a table's tail before its head.
+    assert pool.allocate(12)[2:] == table[::-1]

@@ -19,8 +19,8 @@ from paged.core.plan import SAMPLE, StepPlan, StepResult
 from paged.core.policy import Fifo, Load, Policy, Reserve, Watermark
 from paged.core.prompt import OpaquePrompt, Prompt
 from paged.core.request import Request, SamplingParams
-from paged.core.scheduler import Commit, Scheduler, SchedulerConfig
-from paged.core.sequence import Sequence
+from paged.core.scheduler import Commit, NonFiniteLogitsError, Scheduler, SchedulerConfig
+from paged.core.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Case:
     arrivals: dict[int, list[Request]]
     aborts: dict[int, str]
     abandons: set[int]
+    new_weights: set[int]
+    nan_share: float
     seed: int
 
 
@@ -69,11 +71,30 @@ def case(seed: int) -> Case:
         stem = rng.randrange(3)
         prompt = Prompt([stem] * length) if known else OpaquePrompt(f"p{stem}", length)
         max_tokens = rng.randint(1, longest + 1 - length)
-        request = Request(f"r{number}", 0, prompt, SamplingParams(max_tokens=max_tokens), number, max_tokens)
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if rng.random() < 0.1 else None)
+        request = Request(f"r{number}", 0, prompt, params, number, max_tokens)
         arrivals.setdefault(turn, []).append(request)
     aborts = {rng.randint(1, 90): f"r{rng.randrange(8)}" for _ in range(rng.choice((0, 0, 2)))}
     abandons = {rng.randint(1, 60) for _ in range(rng.choice((0, 0, 0, 1)))}
-    return Case(config, policy, known, rng.choice((0.0, 0.01, 0.05)), arrivals, aborts, abandons, seed)
+    new_weights = {rng.randint(1, 60) for _ in range(rng.choice((0, 0, 0, 1)))}
+    shares = rng.choice((0.0, 0.01, 0.05)), rng.choice((0.0, 0.0, 0.01))
+    return Case(config, policy, known, shares[0], arrivals, aborts, abandons, new_weights, shares[1], seed)
+
+
+def commit(made: Case, scheduler: Scheduler, plan: StepPlan) -> Commit:
+    """Commit what ``plan`` gives: tokens, stops and now and then a NaN, whose request is aborted first."""
+    rng = random.Random(f"{made.seed} {plan.step}")
+    count = sum(1 for logits in plan.logits if logits & SAMPLE)
+    tokens = [rng.randrange(5) for _ in range(count)] if made.known_tokens else None
+    stopped = [rng.random() < made.stop_share for _ in range(count)]
+    nan_rows = [row for row in range(len(plan.slots)) if rng.random() < made.nan_share]
+    result = StepResult(plan.step, tokens, stopped, nan_rows, 0.0, 0.0)
+    try:
+        return scheduler.commit(result)
+    except NonFiniteLogitsError as error:
+        for request in error.requests:
+            scheduler.abort(request.id, request.sample, FinishReason.ERROR)
+        return scheduler.commit(result)
 
 
 def play(made: Case) -> tuple[list[StepPlan], list[Commit], Counters, int]:
@@ -90,6 +111,10 @@ def play(made: Case) -> tuple[list[StepPlan], list[Commit], Counters, int]:
         if turn in made.abandons:
             scheduler.abandon()
             in_flight.clear()
+        if turn in made.new_weights:
+            while in_flight:
+                commits.append(commit(made, scheduler, in_flight.pop(0)))
+            scheduler.change_weights()
         if turn in made.aborts:
             scheduler.abort(made.aborts[turn])
         for request in made.arrivals.get(turn, ()):
@@ -102,12 +127,7 @@ def play(made: Case) -> tuple[list[StepPlan], list[Commit], Counters, int]:
             plans.append(plan)
             assert list(plan) == copied
         if in_flight and (plan is None or scheduler.num_in_flight == made.config.depth):
-            oldest = in_flight.pop(0)
-            rng = random.Random(f"{made.seed} {oldest.step}")
-            count = sum(1 for logits in oldest.logits if logits & SAMPLE)
-            tokens = [rng.randrange(5) for _ in range(count)] if made.known_tokens else None
-            stopped = [rng.random() < made.stop_share for _ in range(count)]
-            commits.append(scheduler.commit(StepResult(oldest.step, tokens, stopped, (), 0.0, 0.0)))
+            commits.append(commit(made, scheduler, in_flight.pop(0)))
     assert_idle(scheduler)
     return plans, commits, scheduler.counters, num_same
 

@@ -42,7 +42,7 @@ def record() -> SimRecord:
     made.admit(d, 8.0)
     made.append_step(8.0, 9.5, 1, 5, 1, 0, 2, 3, 0)
     made.sample(d, 9.5)
-    made.finish(d, 9.5, "length", output_tokens=2, cached_tokens=0)
+    made.finish(d, 9.5, "length", output_tokens=2, cached_tokens=0, num_preemptions=1)
     made.counters = Counters(
         num_steps=6,
         num_added=4,

@@ -11,7 +11,6 @@ from paged.core.plan import SAMPLE, StepPlan, StepResult
 from paged.core.request import Request, SamplingParams
 from paged.core.scheduler import Scheduler
 from paged.sim.executor import SimExecutor
-from paged.sim.record import SimRecord
 from paged.sim.shape import StepShape
 from paged.workload.job import Job
 
@@ -59,9 +58,8 @@ def test_shapes_stops_and_waste_are_those_of_every_row(abandons: bool) -> None:
     for seed in range(250):
         config, policy, jobs = random_case(seed)
         scheduler = Scheduler(config, policy)
-        record, index_of = SimRecord(config.num_blocks, config.block_size), {}
         latency = Ticks()
-        executor = SimExecutor(latency, config.block_size, record, index_of)
+        executor = SimExecutor(latency, config.block_size)
         naive = Naive(jobs, config.block_size)
         to_come = list(jobs)
         turn = 0
@@ -70,7 +68,6 @@ def test_shapes_stops_and_waste_are_those_of_every_row(abandons: bool) -> None:
             while to_come and to_come[0].arrival_s <= turn:
                 job = to_come.pop(0)
                 request = Request(job.id, 0, job.prompt, SamplingParams(), 0, job.max_tokens, job.output_len)
-                index_of[request.key] = record.add_request(request.key, turn, len(job.prompt), job.max_tokens)
                 scheduler.add([request])
             if abandons and turn in (9, 23):
                 scheduler.abandon()
