@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,7 +29,8 @@ class Command:
         summary: one line for the usage text.
         module: imported when the command is given; its `job(cfg, folder, overrides) -> int` does the work and
             returns the exit code. It raises UserError for mistakes and must leave standard output to results. If it has
-            a `finish_sweep(folder, jobs) -> None`, that is called at the end of a sweep with the folders of its jobs.
+            a `check_sweep(overrides) -> None`, that is called before a sweep and may raise UserError; its
+            `finish_sweep(folder, jobs) -> None` is called at the end of one with the folders of its jobs.
     """
 
     summary: str
@@ -115,7 +116,7 @@ def _run_hydra(word: str, args: list[str]) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from paged.config.convert import conf_folder, hydra_sentence
+    from paged.config.convert import conf_folder, groups_of, hydra_sentence
 
     args = _open_resumed_folder(_overrides_first(args))
     codes: list[int] = []
@@ -136,12 +137,18 @@ def _run_hydra(word: str, args: list[str]) -> int:
             codes.append(job(cfg, Path(chosen.runtime.output_dir), overrides))
         except UserError as error:
             # Raised here, it would end a sweep whose other points are fine.
-            job_name = f"job {chosen.job.num}: " if chosen.mode == RunMode.MULTIRUN else ""
-            codes.append(_complain(f"{job_name}{error}"))
+            in_sweep = chosen.mode == RunMode.MULTIRUN
+            codes.append(_tell_of_job(error, chosen.job.num, jobs[-1]) if in_sweep else _complain(error))
         if codes[-1] == INTERRUPTED:
             raise _JobInterruptedError
         in_job = False
 
+    if {"-m", "--multirun"} & set(args):
+        check_sweep = getattr(importlib.import_module(COMMANDS[word].module), "check_sweep", None)
+        if check_sweep is not None:
+            check_sweep(args)
+    # For the help: Hydra lists the groups of all commands.
+    OmegaConf.register_new_resolver("groups_of", lambda command: ", ".join(groups_of(command)) or "none", replace=True)
     run = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=word)(task)
     try:
         with _process_as(args):
@@ -167,6 +174,20 @@ def _run_hydra(word: str, args: list[str]) -> int:
             finish_sweep(Path(sweeps[-1]), jobs)
         print(sweeps[-1])
     return max(codes, default=OK)
+
+
+def _tell_of_job(error: UserError, number: int, folder: Path) -> int:
+    """Leave the reason in the folder of a sweep's job, whose row then says it; the exit code of the job.
+
+    What cannot be is an answer, which sweeps are made for; a mistake is told at once, too.
+    """
+    from paged.results import write_summary
+
+    if not (folder / "summary.json").exists():
+        write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
+    if isinstance(error, InfeasibleError):
+        return OK
+    return _complain(f"job {number}: {error}")
 
 
 class _JobInterruptedError(BaseException):

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import DictConfig
 
 from paged.config.calibrate import calibrate_config
 from paged.core.memory import DTYPE_BYTES, KV_DTYPE_BYTES, kv_token_bytes
-from paged.core.model_spec import ModelSpec, read_json
 from paged.core.sharding import num_parameters_per_rank
-from paged.model.locate import find_model
 from paged.outcome import OK, UserError
 from paged.results import write_summary
+from paged.run_facts import RunFacts
 from paged.sim.calibration import (
     CALIBRATION_FILE,
     CLASSES,
@@ -29,7 +25,7 @@ from paged.sim.calibration import (
     Memory,
     Provenance,
 )
-from paged.sim.fitting import fit_calibration, is_held_out, is_used
+from paged.sim.fitting import UsedSteps, fit_calibration, is_held_out
 from paged.sim.measured import MeasuredStep, StepTimes
 from paged.sim.shape import StepShape
 from paged.sim.step_log import STEPS_FILE, ConfigEvent, StepLogReader, step_log_of
@@ -55,8 +51,9 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     try:
         runs = [_Run.read(name, path) for name, path in _named(_run_folders(config.source)).items()]
         provenance = _provenance(runs)
+        used = UsedSteps.of({run.name: run.steps for run in runs})
         calibration = fit_calibration(
-            {run.name: run.steps for run in runs},
+            used,
             name=config.name or "-".join(filter(None, (provenance.model, provenance.device))) or "calibration",
             memory=_memory(runs),
             provenance=provenance,
@@ -64,8 +61,8 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     except ValueError as error:
         raise UserError(f"source must be folders of runs that fit together: {error}") from error
     calibration.save(folder / CALIBRATION_FILE)
-    _write_measured(folder / MEASURED_FILE, runs, calibration)
-    write_summary(folder / "summary.json", asdict(calibration))
+    _write_measured(folder / MEASURED_FILE, runs, used, calibration)
+    write_summary(folder / "summary.json", {**asdict(calibration), "quality": calibration.quality})
     if config.output is not None:
         try:
             calibration.save(config.output)
@@ -103,17 +100,13 @@ class _Run:
         name: of its folder.
         steps: its measured steps.
         limits: its scheduler's, of the last process.
-        facts: what `Provenance` wants to know, None where the folder does not say.
-        spec: the model's description, if it can be found.
-        peak_bytes: peak device memory; None if not known.
+        facts: what else the folder says.
     """
 
     name: str
     steps: list[MeasuredStep]
     limits: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    spec: ModelSpec | None
-    peak_bytes: int | None
+    facts: RunFacts
 
     @classmethod
     def read(cls, name: str, folder: Path) -> _Run:
@@ -134,75 +127,7 @@ class _Run:
         for key in ("num_blocks", "block_size", "depth"):
             if type(limits.get(key)) is not int or limits[key] < 1:
                 raise ValueError(f"{path}: the limits of event config lack a whole {key}")
-        config = _config_of(folder)
-        summary = read_json(folder / "summary.json") if (folder / "summary.json").is_file() else {}
-        peak = summary.get("peak_device_bytes")
-        peak_bytes = peak if type(peak) is int and peak > 0 else None
-        spec = _spec(config)
-        dtype = _text(config, "dtype") or (spec.dtype if spec is not None else None)
-        device = summary.get("device") or _text(config, "device")
-        if device == "auto":
-            device = "cuda" if peak_bytes else "cpu"
-        facts = {
-            "model": _model_name(config),
-            "dtype": dtype,
-            "kv_dtype": _text(config, "kv_dtype") or dtype,
-            "numerics": _text(config, "numerics.name"),
-            "numerics_id": summary.get("numerics_id"),
-            "tp": OmegaConf.select(config, "tp"),
-            "device": device,
-            "date": _date(folder),
-            "versions": summary.get("versions") or {},
-        }
-        return cls(name=name, steps=steps, limits=limits, facts=facts, spec=spec, peak_bytes=peak_bytes)
-
-
-def _config_of(folder: Path) -> DictConfig:
-    """The config that Hydra left in a run's folder; empty if there is none."""
-    path = folder / ".hydra" / "config.yaml"
-    if not path.is_file():
-        return OmegaConf.create({})
-    try:
-        config = OmegaConf.load(path)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} can't be read: {str(error).partition(chr(10))[0]}") from error
-    if not isinstance(config, DictConfig):
-        raise ValueError(f"{path} must hold keys and values")
-    return config
-
-
-def _text(config: DictConfig, key: str) -> str | None:
-    value = OmegaConf.select(config, key)
-    return value if isinstance(value, str) else None
-
-
-def _model_name(config: DictConfig) -> str | None:
-    """The model's name: of a folder its last part, because the way there is this machine's alone."""
-    path = _text(config, "model.path")
-    if path is None or not (Path(path).expanduser().is_dir() or path.startswith(("/", "~", "."))):
-        return path
-    return Path(path).name
-
-
-def _spec(config: DictConfig) -> ModelSpec | None:
-    """The model's description from the config or from the model's own folder, if it is still there."""
-    path, described = _text(config, "model.path"), OmegaConf.select(config, "model.spec")
-    if path is None:
-        return None
-    try:
-        if described is None:
-            return find_model(path, need_weights=False)[1]
-        fields = OmegaConf.to_container(described)
-        assert isinstance(fields, dict), "a run checks its config"
-        return ModelSpec.from_config({str(key): value for key, value in fields.items()})
-    except ValueError:
-        return None
-
-
-def _date(folder: Path) -> str | None:
-    """The day in the path of a run's folder, where Hydra puts it."""
-    days = [part for part in folder.parts if re.fullmatch(r"\d{4}-\d\d-\d\d", part)]
-    return days[-1] if days else None
+        return cls(name=name, steps=steps, limits=limits, facts=RunFacts.read(folder))
 
 
 def _provenance(runs: Sequence[_Run]) -> Provenance:
@@ -210,17 +135,17 @@ def _provenance(runs: Sequence[_Run]) -> Provenance:
     same: dict[str, Any] = {}
     for key in _SAME:
         for run in runs:
-            value = run.facts[key]
+            value = getattr(run.facts, key)
             if value is None:
                 continue
             if key in same and same[key][1] != value:
                 other, theirs = same[key]
                 raise ValueError(f"{other} has {key} {theirs!r}, {run.name} has {value!r}")
             same.setdefault(key, (run.name, value))
-    dates = [run.facts["date"] for run in runs if run.facts["date"]]
+    dates = [run.facts.date for run in runs if run.facts.date]
     versions: dict[str, str] = {}
     for run in runs:
-        versions |= {str(name): str(version) for name, version in run.facts["versions"].items()}
+        versions |= {str(name): str(version) for name, version in run.facts.versions.items()}
     return Provenance(
         sources=[run.name for run in runs],
         date=max(dates, default=None),
@@ -235,12 +160,13 @@ def _memory(runs: Sequence[_Run]) -> Memory:
     run = max(runs, key=lambda run: run.limits["num_blocks"] * run.limits["block_size"])
     num_blocks, block_size = run.limits["num_blocks"], run.limits["block_size"]
     kv_bytes = weights_bytes = activation_bytes = None
-    dtype, kv_dtype, tp = (run.facts[key] for key in ("dtype", "kv_dtype", "tp"))
-    if run.spec is not None and dtype in DTYPE_BYTES and kv_dtype in KV_DTYPE_BYTES and isinstance(tp, int):
-        weights_bytes = num_parameters_per_rank(run.spec, tp) * DTYPE_BYTES[dtype]
-        kv_bytes = num_blocks * block_size * kv_token_bytes(run.spec, kv_dtype, tp)
-        if run.peak_bytes is not None:
-            activation_bytes = max(0, run.peak_bytes - weights_bytes - kv_bytes)
+    facts = run.facts
+    dtype, kv_dtype, tp = facts.dtype, facts.kv_dtype, facts.tp
+    if facts.spec is not None and dtype in DTYPE_BYTES and kv_dtype in KV_DTYPE_BYTES and tp is not None:
+        weights_bytes = num_parameters_per_rank(facts.spec, tp) * DTYPE_BYTES[dtype]
+        kv_bytes = num_blocks * block_size * kv_token_bytes(facts.spec, kv_dtype, tp)
+        if facts.peak_bytes is not None:
+            activation_bytes = max(0, facts.peak_bytes - weights_bytes - kv_bytes)
     return Memory(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -248,26 +174,33 @@ def _memory(runs: Sequence[_Run]) -> Memory:
         kv_bytes=kv_bytes,
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
-        peak_device_bytes=run.peak_bytes,
+        peak_device_bytes=facts.peak_bytes,
+        context_bytes=facts.context_bytes,
     )
 
 
-def _write_measured(path: Path, runs: Sequence[_Run], calibration: Calibration) -> None:
+def _write_measured(path: Path, runs: Sequence[_Run], used: UsedSteps, calibration: Calibration) -> None:
     """Every measured step with what the fit makes of it, so that its folder tells all that it came from."""
     model = Calibrated(calibration, host=False)
     index = 0
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(
-            ["source", "session", "step", *StepShape._fields, "step_s", "host_s", "predicted_s", "held_out"]
+            [
+                *("source", "session", "step"),
+                *StepShape._fields,
+                *("step_s", "host_s", "predicted_s", "used", "held_out"),
+            ]
         )
         for run in runs:
+            counted = {(step.session, step.step) for step in used.runs[run.name]}
             for step in run.steps:
-                held_out = int(is_used(step) and is_held_out(index))
-                index += is_used(step)
+                is_used = (step.session, step.step) in counted
+                held_out = int(is_used and is_held_out(index))
+                index += is_used
                 times = [f"{step.step_s:.6f}", "" if step.host_s is None else f"{step.host_s:.6f}"]
                 times.append(f"{model.step_s(step.shape):.6f}")
-                writer.writerow([run.name, step.session, step.step, *step.shape, *times, held_out])
+                writer.writerow([run.name, step.session, step.step, *step.shape, *times, int(is_used), held_out])
 
 
 def _table(calibration: Calibration) -> str:
@@ -276,7 +209,7 @@ def _table(calibration: Calibration) -> str:
     number = len(provenance.sources)
     rows = [
         ("calibration", f"{calibration.name}, {calibration.num_steps:,} steps of {number} run{'s' * (number > 1)}"),
-        ("left out", f"{calibration.num_first} first steps, {calibration.num_trimmed} outliers"),
+        ("left out", f"{calibration.num_first} slow first steps, {calibration.num_trimmed} outliers"),
         *_error_rows(calibration),
         ("step", " + ".join(_cost_words(calibration.coefficients))),
     ]
@@ -294,6 +227,7 @@ def _table(calibration: Calibration) -> str:
         bounds = {name: f"{low:,} to {high:,}" for name, (low, high) in known.bounds.items()}
         rows.append((kind, "{num_seqs} sequences, {num_tokens} tokens, {kv_tokens} KV tokens".format(**bounds)))
     rows.append(("pool", f"{memory.kv_tokens:,} tokens, {memory.num_blocks:,} blocks of {memory.block_size}"))
+    rows.append(("quality", calibration.quality))
     return "\n".join(f"{name:<12} {value}" for name, value in rows)
 
 

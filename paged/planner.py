@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import csv
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from paged.config.groups import GIVEN_SOURCE
 from paged.config.plan import PlanConfig, plan_config
 from paged.core.hardware import Figure, Hardware
 from paged.core.memory import (
@@ -23,41 +24,41 @@ from paged.core.memory import (
     padded_attention_bytes,
 )
 from paged.core.sharding import num_parameters_per_rank
-from paged.outcome import OK, InfeasibleError
+from paged.outcome import OK
 from paged.results import write_summary
 from paged.sim.latency import Roofline
 from paged.sim.shape import StepShape
+from paged.sim.sweep import Goal, compare, read_point
 
-_LINK_FIGURES = ("link_bytes_per_s", "link_latency_us", "all_reduce_us")
+_LARGEST: Final = ("largest.batch", "largest.context", "largest.step_ms", "largest.tokens_per_s")
+"""What the table of a sweep tells of the largest batch."""
+_LINK_FIGURES: Final = ("link_bytes_per_s", "link_latency_us", "all_reduce_us")
 
 
 def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
-    """Write the plan that `cfg` describes into `folder`, and print it; in a sweep, one line of it.
+    """Write the plan that `cfg` describes into `folder` and print it; a sweep's are a table at its end.
 
-    A configuration that does not fit is an answer, too. In a sweep so is one that cannot be.
+    A configuration that does not fit is an answer, too.
 
     Returns:
         The exit code 0.
 
     Raises:
-        UserError: for a mistake in the config.
+        UserError: for a mistake in the config; InfeasibleError for one that cannot be.
     """
-    hydra = HydraConfig.get() if HydraConfig.initialized() else None
-    sweep = Path(hydra.sweep.dir) if hydra is not None and hydra.mode == RunMode.MULTIRUN else None
-    try:
-        summary = make_plan(plan_config(cfg))
-    except InfeasibleError as error:
-        if sweep is None:
-            raise
-        summary = {"feasible": False, "fits": False, "reason": str(error)}
+    summary = make_plan(plan_config(cfg, overrides))
     write_summary(folder / "summary.json", summary)
-    if sweep is None:
+    if not (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
         print(plan_text(summary))
         print(folder, flush=True)
-    else:
-        print(_sweep_line(summary, overrides), flush=True)
-        _append_comparison(sweep / "comparison.csv", summary, overrides)
     return OK
+
+
+def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
+    """Print the comparison of a sweep's plans, largest pool first, and write it into the sweep's folder."""
+    numbers = dict.fromkeys(name for job in jobs for name in read_point(job).numbers)
+    sequences = [name for name in numbers if name.startswith("max_concurrency.")]
+    print(compare(folder, jobs, Goal("kv_tokens", largest=True), [*sequences, *_LARGEST]))
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
@@ -68,7 +69,9 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     lengths = sorted({deployment.max_seq_len, *(cap for cap in config.caps if cap <= deployment.max_seq_len)})
     problems = [_problem(deployment, pool, length) for length in lengths if not pool.num_seqs(length)]
     roofline = _roofline(deployment, deployment.hardware)
+    latency = list(_latency_rows(config, pool))
     return {
+        "title": f"{config.model} on {tp} x {deployment.hardware.name}",
         "model": config.model,
         "hardware": deployment.hardware.name,
         "tp": tp,
@@ -88,6 +91,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "kv_budget_bytes": pool.kv_budget_bytes,
         "pool_fixed": deployment.hardware.pool_gib is not None,
         "kv_bytes_per_token_per_rank": pool.kv_bytes_per_token,
+        "kv_head_copies": max(1, tp // spec.num_kv_heads),
         "num_kv_blocks": pool.num_blocks,
         "kv_tokens": pool.kv_tokens,
         "max_concurrency": {str(cap): pool.num_seqs(cap) for cap in config.caps},
@@ -96,13 +100,15 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "embedding_per_token": roofline.embedding_link_bytes_per_token,
             "logits_per_sampled_row": roofline.gather_link_bytes_per_row,
         },
-        "latency": list(_latency_rows(config, pool)),
+        "latency": latency,
+        "largest": _largest(latency),
         "transients": _transients(config, pool),
+        "sampling": _sampling(config, pool),
         "feasible": True,
         "fits": bool(pool.num_seqs(deployment.max_seq_len)),
         "reason": problems[-1]["sentence"] if problems else None,
         "problems": problems,
-        "figures": _figures(deployment),
+        "figures": _figures(config),
     }
 
 
@@ -145,6 +151,13 @@ def _latency_rows(config: PlanConfig, pool: Pool) -> Iterable[dict[str, Any]]:
                 }
 
 
+def _largest(latency: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The point of the table with the largest batch that fits, then context; empty if there is none."""
+    fitting = [row for row in latency if row["fits"]]
+    # Of the link's latencies the first.
+    return max(fitting, key=lambda row: (row["batch"], row["context"]), default={})
+
+
 def _transients(config: PlanConfig, pool: Pool) -> list[dict[str, Any]]:
     """Memory that a step may need for moments and that the plan does not count."""
     deployment = config.deployment
@@ -154,10 +167,31 @@ def _transients(config: PlanConfig, pool: Pool) -> list[dict[str, Any]]:
         (f"temporaries of sampling from {rows:,} rows", rows * spec.vocab_size * SAMPLING_BYTES),
     ]
     if config.batches and config.contexts:
-        batch, context = max(config.batches), max(config.contexts)
-        padded = padded_attention_bytes(spec, batch, context, deployment.dtype, deployment.tp)
-        found.append((f"keys and values of a layer, padded: {batch:,} sequences of {context:,} tokens", padded))
+        context = min(max(config.contexts), deployment.max_seq_len)
+        batch = min(max(config.batches), rows, pool.num_seqs(context))
+        if batch:
+            padded = padded_attention_bytes(spec, batch, context, deployment.dtype, deployment.tp)
+            what = f"keys and values of a layer, padded: {batch:,} sequence{'s' * (batch > 1)} of {context:,} tokens"
+            found.append((what, padded))
     return [{"what": what, "bytes": size, "exceeds": size > pool.activation_bytes} for what, size in found]
+
+
+def _sampling(config: PlanConfig, pool: Pool) -> dict[str, Any]:
+    """How many rows can be sampled within the activations' memory and, if too few, what is left with enough of it."""
+    deployment = config.deployment
+    row_bytes = logits_bytes(deployment.spec, 1) + deployment.spec.vocab_size * SAMPLING_BYTES
+    num_rows = pool.activation_bytes // row_bytes
+    found: dict[str, Any] = {"max_rows": num_rows, "override": None}
+    if num_rows < deployment.max_num_seqs and deployment.hardware.pool_gib is None:
+        activation_gib = math.ceil(10 * deployment.max_num_seqs * row_bytes / GIB) / 10
+        other = replace(deployment, activation_gib=activation_gib).pool()
+        found |= {
+            "override": f"memory.activation_gib={activation_gib}",
+            "kv_tokens": other.kv_tokens,
+            "max_concurrency": {str(cap): other.num_seqs(cap) for cap in config.caps},
+            "fits": bool(other.num_seqs(deployment.max_seq_len)),
+        }
+    return found
 
 
 def _problem(deployment: Deployment, pool: Pool, length: int) -> dict[str, Any]:
@@ -179,20 +213,29 @@ def _problem(deployment: Deployment, pool: Pool, length: int) -> dict[str, Any]:
     }
 
 
-def _figures(deployment: Deployment) -> list[dict[str, Any]]:
+def _figures(config: PlanConfig) -> list[dict[str, Any]]:
     """Every figure that the plan rests on, and who says so."""
-    hardware = deployment.hardware
+    deployment = config.deployment
+    hardware, tp = deployment.hardware, deployment.tp
     found: list[dict[str, Any]] = []
     for name, figure in hardware.figures().items():
-        if deployment.tp == 1 and name in _LINK_FIGURES:
+        if tp == 1 and name in _LINK_FIGURES:
             continue
-        value = (
-            figure.value if isinstance(figure, Figure) else {str(ranks): row for ranks, row in figure.points.items()}
-        )
-        found.append({"name": f"hardware.{name}", "value": value, "source": figure.source, "assumed": figure.assumed})
+        if isinstance(figure, Figure):
+            value: Any = figure.value
+            source, assumed = figure.source, figure.is_assumed(tp)
+            if assumed and not figure.assumed:
+                source += f"; assumed for {tp}"
+        elif tp in figure.points:
+            value, source, assumed = {str(tp): figure.points[tp]}, figure.source, figure.assumed
+        else:
+            continue
+        found.append({"name": f"hardware.{name}", "value": value, "source": source, "assumed": assumed})
     for name in ("activation_gib", "context_gib"):
-        source = "an allowance, until a run has measured it"
-        found.append({"name": f"memory.{name}", "value": getattr(deployment, name), "source": source, "assumed": True})
+        given = f"memory.{name}" in config.given
+        source = GIVEN_SOURCE if given else "an allowance, until a run has measured it"
+        value = getattr(deployment, name)
+        found.append({"name": f"memory.{name}", "value": value, "source": source, "assumed": not given})
     return found
 
 
@@ -215,26 +258,35 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     blocks = f"{plan['num_kv_blocks']:,} blocks of {plan['block_size']}"
     if plan["num_kv_blocks"] < budget // (plan["block_size"] * plan["kv_bytes_per_token_per_rank"]):
         blocks += f"; {plan['max_num_seqs']:,} sequences of {plan['max_seq_len']:,} tokens can use no more"
+    copies = plan["kv_head_copies"]
+    copied = f"; each head is copied to {copies} ranks" if copies > 1 else ""
     rows = [
         ("memory of a card", _gib(device), f"of which {plan['gpu_memory_utilization']:.4g} may be used"),
         ("weights", _gib(plan["weights_bytes_per_rank"]), given if plan["weights_given"] else counted),
-        ("activations", _gib(plan["activation_bytes"]), "memory.activation_gib"),
-        ("context", _gib(plan["context_bytes"]), "memory.context_gib"),
+        ("activations", _gib(plan["activation_bytes"]), f"memory.activation_gib; {_rows_held(plan)}"),
+        ("context" if plan["pool_fixed"] else "CUDA context", _gib(plan["context_bytes"]), "memory.context_gib"),
         ("left for the pool", _gib(budget), "fixed by hardware.pool_gib" if plan["pool_fixed"] else ""),
-        ("a token", f"{plan['kv_bytes_per_token_per_rank']:,} B", f"keys and values in {plan['kv_dtype']}"),
+        ("a token", f"{plan['kv_bytes_per_token_per_rank']:,} B", f"keys and values in {plan['kv_dtype']}{copied}"),
         ("pool", f"{plan['kv_tokens']:,} tokens", blocks),
     ]
+    sampling = plan["sampling"]
     for cap, number in plan["max_concurrency"].items():
-        beyond = int(cap) > plan["max_seq_len"]
-        note = f"longer than max_seq_len {plan['max_seq_len']:,}" if beyond else ""
+        note = f"longer than max_seq_len {plan['max_seq_len']:,}" if int(cap) > plan["max_seq_len"] else ""
+        if sampling["override"] and not note:
+            note = f"with {sampling['override']}: {sampling['max_concurrency'][cap]:,}"
         rows.append((f"at {int(cap):,} tokens", f"{number:,} sequence{'s' * (number != 1)}", note))
     if plan["tp"] > 1:
         link = plan["link_bytes"]
         parts = f"{_kib(link['layers_per_token'])} of the layers, {_kib(link['embedding_per_token'])} of the embedding"
         rows.append(("link, a token", _kib(link["layers_per_token"] + link["embedding_per_token"]), parts))
         rows.append(("link, a sampled row", _kib(link["logits_per_sampled_row"]), "of logits beside that"))
-    title = f"{plan['model']} on {plan['tp']} x {plan['hardware']}, each rank"
-    return [title, *_aligned(rows, right=(1,))]
+    return [f"{plan['title']}, each rank", *_aligned(rows, right=(1,))]
+
+
+def _rows_held(plan: dict[str, Any]) -> str:
+    held, most = plan["sampling"]["max_rows"], plan["max_num_seqs"]
+    enough = f"max_num_seqs is {most:,}" if held < most else f"max_num_seqs {most:,} is within that"
+    return f"room to sample {held:,} sequences at once, {enough}"
 
 
 def _latency_lines(plan: dict[str, Any]) -> list[str]:
@@ -278,7 +330,15 @@ def _transient_lines(plan: dict[str, Any]) -> list[str]:
     for each in plan["transients"]:
         note = "more than memory.activation_gib allows" if each["exceeds"] else ""
         rows.append((each["what"], _gib(each["bytes"]), note))
-    return ["not counted: what a step may need for moments", *_aligned(rows, right=(1,))]
+    lines = ["not counted: what a step may need for moments", *_aligned(rows, right=(1,))]
+    sampling = plan["sampling"]
+    if sampling["override"]:
+        effect = f"{sampling['kv_tokens']:,} tokens"
+        if plan["fits"] and not sampling["fits"]:
+            effect += f", less than a sequence of max_seq_len {plan['max_seq_len']:,}"
+        way = f"; or max_num_seqs={sampling['max_rows']}" if sampling["max_rows"] else ""
+        lines.append(f"  counted with {sampling['override']}, which leaves a pool of {effect}{way}")
+    return lines
 
 
 def _figure_lines(plan: dict[str, Any]) -> list[str]:
@@ -287,49 +347,6 @@ def _figure_lines(plan: dict[str, Any]) -> list[str]:
         value = f"{each['value']:,.6g}" if isinstance(each["value"], int | float) else "table"
         rows.append((each["name"], value, "assumed" if each["assumed"] else "", each["source"]))
     return ["figures and their sources", *_aligned(rows, right=(1,))]
-
-
-def _sweep_line(summary: dict[str, Any], overrides: Sequence[str]) -> str:
-    """A point of a sweep in one line."""
-    point = " ".join(overrides)
-    if not summary["feasible"]:
-        return f"{point:<40}  cannot be: {summary['reason']}"
-    sequences = ", ".join(f"{number:,} of {int(cap):,}" for cap, number in summary["max_concurrency"].items())
-    line = f"{point:<40}  {summary['kv_tokens']:>10,} tokens; sequences: {sequences or '-'}"
-    step = _last_point(summary)
-    if step:
-        line += f"; {step['batch']:,} x {step['context']:,} in {_number(step['step_ms'])} ms"
-    return line if summary["fits"] else f"{line}; {summary['reason']}"
-
-
-def _last_point(summary: dict[str, Any]) -> dict[str, Any]:
-    """The latency table's last batch and context, at the first of the link's latencies; empty if there is no table."""
-    rows = summary.get("latency") or [{}]
-    last = [(row.get("batch"), row.get("context")) for row in rows]
-    return rows[last.index(last[-1])]
-
-
-def _append_comparison(path: Path, summary: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Append a sweep's point to the table of all its points."""
-    row: dict[str, Any] = {"overrides": " ".join(overrides)}
-    for name in (
-        "fits",
-        "reason",
-        "weights_bytes_per_rank",
-        "kv_bytes_per_token_per_rank",
-        "kv_tokens",
-        "num_kv_blocks",
-    ):
-        row[name] = summary.get(name)
-    step = _last_point(summary)
-    for name in ("batch", "context", "link_latency_us", "step_ms", "tokens_per_s"):
-        row[name] = step.get(name)
-    fresh = not path.exists()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, row.keys())
-        if fresh:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def _aligned(rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> list[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import logging
 import os
-import platform
 import shlex
 import sys
 import time
@@ -36,6 +34,7 @@ from paged.results import (
     refused_row,
     result_row,
     summary_table,
+    versions,
     write_summary,
 )
 from paged.workload import arithmetic
@@ -225,7 +224,7 @@ class _Run:
                 "device": engine.device_name,
                 "resumed": self.resumed,
                 "interrupted": interrupted,
-                "versions": _versions(),
+                "versions": versions("paged", "torch", "triton", "tokenizers", "hydra-core"),
             }
         finally:
             engine.close()
@@ -305,7 +304,8 @@ class _Run:
     def _refuse(self, results: ResultsFile, line: PromptLine | RefusedLine, reason: str) -> None:
         if isinstance(self.config.workload, PromptsWorkload):
             reason = f"line {line.number}: {reason}"
-        self.refusals.append(reason)
+        own_id = line.id != f"line-{line.number}"
+        self.refusals.append(f"{line.id}: {reason}" if own_id else reason)
         row = refused_row(line.id, reason)
         results.write(row)
         self.tally.add(row)
@@ -382,13 +382,3 @@ class _Run:
 def _say_how_to_resume(folder: Path) -> None:
     command = f"python -m paged run resume={shlex.quote(str(folder))}"
     print(f"paged: interrupted; what is finished is kept, continue with: {command}", file=sys.stderr)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("paged", "torch", "triton", "tokenizers", "hydra-core"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib.metadata
 import logging
-import platform
+import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from paged.config.groups import RooflineSchema
-from paged.config.sim import Setting, SimConfig, sim_config
+from paged.config.calibrate import CalibratedSchema
+from paged.config.groups import RooflineSchema, with_given_sources
+from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, provenance_facts, sim_config
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
-from paged.results import write_summary
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
+from paged.results import versions, write_summary
+from paged.run_facts import RunFacts, differences
 from paged.sim.calibration import Calibrated
 from paged.sim.chrome_trace import write_trace
 from paged.sim.driver import simulate
+from paged.sim.latency import LatencyModel
 from paged.sim.plots import write_plots
 from paged.sim.record import SimRecord
 from paged.sim.replay import replay
@@ -52,6 +55,9 @@ FIGURES: Final = (
 """What the table of a sweep shows."""
 
 
+_NO_POINT: Final = "replay must not be given in a sweep: replay one run's folder at a time"
+
+
 class _StuckError(Exception):
     """A simulation that leads nowhere: the fault of a policy or a latency model, not of the user."""
 
@@ -63,7 +69,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
 
     Returns:
         The exit code: 0; 2 if a request was refused; 130 if interrupted; 1 if a replay differs or the simulation gets
-        nowhere. In a sweep a request that is refused or a configuration that cannot be is an answer, and 0.
+        nowhere. In a sweep a request that is refused is an answer, and 0.
 
     Raises:
         UserError: if nothing could be simulated for a mistake in the config or the inputs.
@@ -72,23 +78,34 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     if (folder / "summary.json").exists():
         raise UserError(f"hydra.run.dir must be a new folder: {folder} has a summary.json")
     try:
-        config = sim_config(cfg)
+        config = sim_config(with_given_sources(cfg, overrides))
         if config.replay is not None:
-            return _replay(config, config.replay, folder, overrides)
+            if in_sweep:
+                raise UserError(_NO_POINT)
+            return _replay(config, config.replay, folder, _given(overrides), _changed(cfg))
         return _simulate(config, folder, in_sweep)
     except _StuckError as error:
         # Raised here, it would end a sweep whose other points are fine.
         write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
         print(f"paged: {error}", file=sys.stderr)
         return INTERNAL
-    except UserError as error:
-        if in_sweep:
-            # The table at the end says why this point has no numbers.
-            write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
-            if isinstance(error, InfeasibleError):
-                logger.warning("%s", error)
-                return OK
-        raise
+
+
+def check_sweep(overrides: Sequence[str]) -> None:
+    """Refuse, before any job of a sweep, what would be wrong in each of them.
+
+    Raises:
+        UserError: for an `optimize` that is no number of the summary, or a `replay`.
+    """
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key == "replay" and value != "null":
+            raise UserError(_NO_POINT)
+        if key == "optimize" and "," not in value:
+            try:
+                Goal.parse(value.strip("'\""), SCALARS)
+            except ValueError as error:
+                raise UserError(error) from error
 
 
 def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
@@ -99,6 +116,7 @@ def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
         config = OmegaConf.load(jobs[0] / ".hydra" / "config.yaml")
         goal = Goal.parse(str(OmegaConf.select(config, "optimize")), SCALARS)
     print(compare(folder, jobs, goal, FIGURES))
+    print("optimize=NAME sorts by another number of summary.json, optimize=-NAME puts the largest first")
 
 
 @dataclass(slots=True)
@@ -125,7 +143,7 @@ class _Outcome:
         refused = refusals(record)
         if self.reason is None and refused:
             count = f"{len(refused)} of {len(record.requests)} requests were refused"
-            self.reason = f"{count}, the first is {refused[0].reason}"
+            self.reason = f"{count}, the first is {refused[0].key[0]}: {refused[0].reason}"
 
 
 def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
@@ -142,7 +160,8 @@ def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
     if config.scalars.trace_file:
         write_trace(outcome.record, folder / "trace.json")
     if config.scalars.plots:
-        write_plots(outcome.record, outcome.summaries[0], folder)
+        several = f", seed {summary['seeds'][0]}" if len(outcome.summaries) > 1 else ""
+        write_plots(outcome.record, outcome.summaries[0], folder, config.title + several)
     if not in_sweep:
         print(_table(config, summary))
         print(folder, flush=True)
@@ -220,12 +239,15 @@ def _shape(job: Job) -> tuple[float, int, int, int]:
 
 def _copy_inputs(config: SimConfig, folder: Path) -> None:
     """Copy the files that the simulation reads, so that it can be repeated from its folder alone."""
-    for path in config.inputs:
-        copy = folder / "inputs" / path.name
-        while copy.exists():
-            copy = copy.with_name(f"other-{copy.name}")
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, copy)
+    for files in config.inputs:
+        target = folder / "inputs"
+        # What is read together stays as it lay; what has a name that is taken gets a folder of its own.
+        while any((target / place).exists() for place in files):
+            target /= "other"
+        for place, path in files.items():
+            copy = target / place
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def _facts(config: SimConfig, setting: Setting, num_seeds: int) -> dict[str, Any]:
@@ -238,7 +260,7 @@ def _facts(config: SimConfig, setting: Setting, num_seeds: int) -> dict[str, Any
         "seeds": list(range(first, first + num_seeds)),
         "assumed": _assumed(config),
         "notes": list(setting.notes),
-        "versions": {"python": platform.python_version(), **_versions(("paged", "numpy", "simpy"))},
+        "versions": versions("paged", "numpy", "simpy"),
     }
     if isinstance(setting.latency, Calibrated):
         facts["notes"] += setting.latency.notes()
@@ -251,9 +273,9 @@ def _assumed(config: SimConfig) -> list[str]:
     """The figures of the hardware that step times and pool rest on and that nobody has measured."""
     if not isinstance(config.latency, RooflineSchema):
         return []
-    figures = config.deployment.hardware.figures().items()
-    assumed = [name for name, figure in figures if isinstance(figure, Figure) and figure.assumed]
-    return [name for name in assumed if config.deployment.tp > 1 or not name.startswith("link_")]
+    figures, tp = config.deployment.hardware.figures().items(), config.deployment.tp
+    assumed = [name for name, figure in figures if isinstance(figure, Figure) and figure.is_assumed(tp)]
+    return [name for name in assumed if tp > 1 or not name.startswith("link_")]
 
 
 def _table(config: SimConfig, summary: Summary) -> str:
@@ -266,24 +288,86 @@ def _table(config: SimConfig, summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _replay(config: SimConfig, source: Path, folder: Path, overrides: Sequence[str]) -> int:
-    """Compare a run's plans with those that the scheduler makes now; times only with a latency that was asked for."""
-    asked = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in overrides}
+def _given(overrides: Sequence[str]) -> list[str]:
+    """The root keys that the command line sets, each once."""
+    keys = [re.split(r"[.@=]", override.lstrip("+~"), maxsplit=1)[0] for override in overrides]
+    return list(dict.fromkeys(keys))
+
+
+def _changed(cfg: DictConfig) -> list[str]:
+    """The root keys in which a config is not the default, be it by the command line or by an experiment's file."""
+    if not HydraConfig.initialized():
+        return []
+    default = compose("sim")
+    return [str(key) for key in cfg if cfg[key] != default.get(key)]
+
+
+def _replay(config: SimConfig, source: Path, folder: Path, given: Sequence[str], changed: Sequence[str]) -> int:
+    """Compare a run's plans with those that the scheduler makes now, and times if a latency was asked for.
+
+    Args:
+        config: whose latency may be used, and nothing else.
+        source: the run's folder.
+        folder: for the summary.
+        given: keys of the command line.
+        changed: keys that differ from the defaults.
+    """
+    for key in given:
+        if key not in REPLAY_KEYS:
+            allowed = ", ".join(REPLAY_KEYS[1:])
+            raise UserError(f"{key} must not be given beside replay, which has no use for it; allowed: {allowed}")
+    asked = {*given, *changed} & {"latency", *PREDICTED_KEYS}
     try:
-        report = replay(source, config.setting().latency if asked & {"latency", "hardware", "model"} else None)
+        latency, notes = _replay_latency(config, source, asked) if asked else (None, [])
+        report = replay(source, latency)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"replay must be the folder of a run: {error}") from error
+    if report.exact and not report.num_steps:
+        raise UserError(
+            f"replay has nothing to compare: {report.source} planned no step ({report.counters.num_added} samples were "
+            "added to its scheduler)"
+        )
+    if unused := [key for key in changed if key not in REPLAY_KEYS]:
+        notes.append(f"not used of the experiment, because a replay takes it from the run: {', '.join(unused)}")
+    if isinstance(latency, Calibrated):
+        notes += latency.notes()
+    report.notes += notes
     write_summary(folder / "summary.json", report.summary())
     print(report.table())
     print(folder, flush=True)
     return OK if report.exact else INTERNAL
 
 
-def _versions(names: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+def _replay_latency(config: SimConfig, source: Path, asked: Collection[str]) -> tuple[LatencyModel, list[str]]:
+    """What predicts a run's step times, and in what it is not of that run.
+
+    Args:
+        config: says which.
+        source: the run's folder.
+        asked: keys that were given for it.
+
+    Raises:
+        ValueError: the run's folder is malformed.
+        UserError: the latency is not to be had, or is of something else than the keys say.
+    """
+    run = asdict(RunFacts.read(source))
+    run["hardware"] = run["device"]
+    try:
+        if not isinstance(config.latency, CalibratedSchema):
+            latency: LatencyModel = config.latency.build(config.deployment)
+            facts, notes = config.facts(), []
+        else:
+            calibration = config.latency.load()
+            latency = Calibrated(calibration, config.latency.outside.value, host=False)
+            notes = config.foreign_notes(calibration.provenance, asked)
+            facts = provenance_facts(calibration.provenance)
+    except ValueError as error:
+        raise UserError(error) from error
+    keys = (*PREDICTED_KEYS, "numerics")
+    found = differences(run, {key: facts[key] for key in keys if key in facts})
+    if found:
+        words = ", ".join(f"{key} {found[key][1]} (the run's is {found[key][0]})" for key in keys if key in found)
+        notes.append(f"the times predicted are not of this run, but of {words}")
+    return latency, notes

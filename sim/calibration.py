@@ -22,6 +22,14 @@ CALIBRATION_FILE: Final = "calibration.json"
 CLASSES: Final = ("decode", "prefill", "mixed")
 OUTSIDE: Final = ("warn", "refuse")
 
+GOOD_ERROR: Final = 0.05
+"""Median error of held-out steps, up to which a calibration is called good."""
+POOR_ERROR: Final = 0.2
+"""... and above which it is called poor."""
+_MOST_OUTLIERS: Final = 0.1  # of the steps fitted; more, and it is called poor
+_FEW_STEPS: Final = 8  # of a class, fewer than a cost needs
+_FEW_HELD_OUT: Final = 4  # fewer say nothing by themselves
+
 
 def step_class(shape: StepShape) -> str:
     """Whether a step has single tokens, chunks of several, or both."""
@@ -128,6 +136,7 @@ class Memory:
         weights_bytes: the parameters.
         activation_bytes: the rest of the peak.
         peak_device_bytes: the most that was allocated at once.
+        context_bytes: what the runtime and its libraries hold beside that.
     """
 
     num_blocks: int
@@ -137,6 +146,7 @@ class Memory:
     weights_bytes: int | None = None
     activation_bytes: int | None = None
     peak_device_bytes: int | None = None
+    context_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +190,7 @@ class Calibration:
         other_runs: error on each run of a fit to all the others.
         noise: share by which equal steps differ, which no model can predict; None if there are no such pairs.
         num_steps: steps measured, those held out included.
-        num_first: further steps left out because they were the first of their process.
+        num_first: further steps left out: the first of their process, and far slower than the others let expect.
         num_trimmed: outliers that the fit was not to follow; the held-out steps keep theirs.
         memory: the runs' memory.
         provenance: where it comes from.
@@ -223,6 +233,32 @@ class Calibration:
                     raise ValueError(f"ranges.{name}.bounds.{field} must be ascending, not {low!r}, {high!r}")
         if self.memory.num_blocks < 1 or self.memory.block_size < 1:
             raise ValueError("memory.num_blocks and memory.block_size must be at least 1")
+
+    @property
+    def quality(self) -> str:
+        """A verdict in a line: ``good``, ``fair`` or ``poor``, and what is wrong."""
+        if not (error := self.held_out.get("all")) or not error.num_steps:
+            return "not known: no step was held out"
+        outliers = self.num_trimmed / max(1, self.num_steps - error.num_steps)
+        bad = [
+            (kind, each.p50)
+            for kind, each in self.held_out.items()
+            if each.p50 > POOR_ERROR and (kind == "all" or each.num_steps >= _FEW_HELD_OUT)
+        ]
+        # Where all are bad, the classes are no news.
+        faults = [
+            f"held-out {'' if kind == 'all' else f'{kind} '}steps are off by {median:.0%} in the median"
+            for kind, median in ([one for one in bad if one[0] == "all"] or bad)
+        ]
+        if outliers > _MOST_OUTLIERS:
+            faults.append(f"{outliers:.0%} of the steps are outliers")
+        if faults:
+            return f"poor: {' and '.join(faults)}; was the machine busy?"
+        verdict = f"held-out steps are off by {error.p50:.1%} in the median"
+        few = [f"{known.num_steps} {kind}" for kind, known in self.ranges.items() if known.num_steps < _FEW_STEPS]
+        few += [f"no {kind}" for kind in CLASSES if kind not in self.ranges]
+        seen = f"; it has seen {' and '.join(few)} steps" if few else ""
+        return f"{'good' if error.p50 <= GOOD_ERROR and not few else 'fair'}: {verdict}{seen}"
 
     def save(self, path: Path) -> None:
         """Write the file."""
@@ -275,6 +311,7 @@ class Calibrated:
         self.num_outside = 0
         self._refuse = outside == "refuse"
         self._counts: Counter[str] = Counter()
+        self._class_counts: Counter[str] = Counter()
         self._furthest: dict[str, tuple[float, str, int]] = {}
         self._bounds = {name: tuple(known.bounds.values()) for name, known in calibration.ranges.items()}
         get = calibration.coefficients.get
@@ -297,7 +334,7 @@ class Calibrated:
         """
         tokens, seqs, samples, kv, max_kv, prefill_tokens, prefill_seqs, prefill_kv, pairs = shape
         self.num_steps += 1
-        kind = "decode" if prefill_seqs == 0 else "prefill" if prefill_seqs == seqs else "mixed"
+        kind = step_class(shape)
         bounds = self._bounds.get(kind)
         if bounds is None:
             self._leave(shape, kind)
@@ -323,9 +360,10 @@ class Calibrated:
     def outside_range(self) -> dict[str, Any]:
         """What was asked outside the calibrated range, for a summary.
 
-        ``steps`` and ``share`` of all steps; ``worst`` names the entry of ``by`` that lies furthest outside, as a share
-        of the highest value measured; there, by class and field of the shape (or the class alone, if it was never
-        measured), are the ``steps``, the ``furthest`` value and the ``measured`` bounds.
+        ``steps`` and ``share`` of all steps, and ``classes``, how many of each; ``worst`` names the entry of ``by``
+        that lies furthest outside, as a share of the highest value measured; there, by class and field of the shape
+        (or the class alone, if it was never measured), are the ``steps``, the ``furthest`` value and the ``measured``
+        bounds.
         """
         by: dict[str, Any] = {}
         for key, (_, field, value) in sorted(self._furthest.items(), key=lambda item: -item[1][0]):
@@ -334,17 +372,30 @@ class Calibrated:
             measured = None if known is None else list(known.bounds[field])
             by[key] = {"steps": self._counts[key], "furthest": value, "measured": measured}
         share = self.num_outside / self.num_steps if self.num_steps else 0.0
-        return {"steps": self.num_outside, "share": share, "worst": next(iter(by), None), "by": by}
+        classes = dict(self._class_counts.most_common())
+        return {
+            "steps": self.num_outside,
+            "share": share,
+            "classes": classes,
+            "worst": next(iter(by), None),
+            "by": by,
+        }
 
     def notes(self) -> list[str]:
-        """Sentences that a report must show: steps outside the range, and a host time that nobody has measured."""
+        """Sentences that a report must show: a poor fit, steps outside the range, a host time that is not known."""
         notes = []
+        if self.calibration.quality.startswith("poor"):
+            notes.append(f"the calibration is {self.calibration.quality}")
         if self.num_outside:
             found = self.outside_range()
-            worst = found["by"][found["worst"]]
+            reasons = []
+            for kind, steps in found["classes"].items():
+                # The entries are sorted: this is the class's furthest.
+                key, entry = next((key, entry) for key, entry in found["by"].items() if key.partition(".")[0] == kind)
+                reasons.append(f"{steps:,} {kind} ({_beyond(key.partition('.')[2], **entry)})")
             notes.append(
-                f"{self.num_outside:,} of {self.num_steps:,} steps ({found['share']:.1%}) lie outside the calibrated "
-                f"range, furthest {_outside(found['worst'], worst['furthest'], worst['measured'])}"
+                f"{self.num_outside:,} of {self.num_steps:,} steps lie outside the calibrated range: "
+                f"{', '.join(reasons)}"
             )
         if self._counts_host and self.calibration.host is None:
             notes.append("the calibration knows no host time, so the time between steps is taken as 0")
@@ -353,6 +404,7 @@ class Calibrated:
     def _leave(self, shape: StepShape, kind: str) -> None:
         """Count a step outside the range, or refuse it."""
         self.num_outside += 1
+        self._class_counts[kind] += 1
         measured = self.calibration.ranges.get(kind)
         if measured is None:
             found = [(math.inf, kind, "num_seqs", shape.num_seqs)]
@@ -378,6 +430,14 @@ def _outside(key: str, value: int, bounds: Sequence[int] | None) -> str:
     if bounds is None:
         return f"a {kind} step, of which none was measured"
     return f"a {kind} step with {field} {value:,}, measured from {bounds[0]:,} to {bounds[1]:,}"
+
+
+def _beyond(field: str, *, steps: int, furthest: int, measured: Sequence[int] | None) -> str:
+    """How far beyond its bounds a field has been, in a few words."""
+    if measured is None:
+        return "none measured"
+    low, high = measured
+    return f"{field} {'up' if furthest > high else 'down'} to {furthest:,}, measured {low:,}-{high:,}"
 
 
 # Reading the file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -24,7 +25,8 @@ WATCHDOG_STEPS = 100_000
 Progress = Callable[[SimRecord, int], None]
 """Called now and then with the record and the number of requests that have ended."""
 
-_STEPS_PER_CALL = 2048
+_STEPS_PER_LOOK = 32
+_SECONDS_PER_CALL = 0.2
 
 
 def simulate(
@@ -40,7 +42,7 @@ def simulate(
         jobs: in order of arrival.
         scheduler: fresh, with the limits and the policy to try.
         latency: how long steps take.
-        on_progress: told every few thousand steps.
+        on_progress: told a few times a second.
 
     Returns:
         what happened. A Ctrl-C, or `on_progress` raising KeyboardInterrupt, ends it there, and it is marked so; if it
@@ -72,6 +74,7 @@ class _Simulation:
         self.num_ended = 0
         self.advanced = (0, 0)
         self.advanced_at = 0
+        self.called_at = 0.0
 
     def run(self, jobs: list[Job]) -> SimRecord:
         start = time.perf_counter()
@@ -92,8 +95,9 @@ class _Simulation:
     def _arrive(self, jobs: list[Job]) -> Generator[simpy.Event, Any, None]:
         env, inbox = self.env, self.inbox
         for job in jobs:
-            if job.arrival_s > env.now:
-                yield env.timeout(job.arrival_s - env.now)
+            while job.arrival_s > env.now:
+                # simpy adds the time to its own, which may end just before the arrival.
+                yield env.timeout(max(job.arrival_s - env.now, math.ulp(job.arrival_s)))
             inbox.append(job)
             self.num_to_come -= 1
             if self.wake is not None:
@@ -143,7 +147,7 @@ class _Simulation:
                 if commit.finished:
                     self._finish(commit.finished, end_s)
                 num_steps += 1
-                if num_steps % _STEPS_PER_CALL == 0:
+                if num_steps % _STEPS_PER_LOOK == 0:
                     self._look(num_steps)
             elif self.num_to_come or inbox:
                 if not inbox:
@@ -198,8 +202,10 @@ class _Simulation:
                 f"no progress in {num_steps - self.advanced_at:,} steps: {self.scheduler.num_running} running, "
                 f"{self.scheduler.num_waiting} waiting, {counters.num_preemptions:,} preemptions so far"
             )
-        if self.on_progress is None:
+        now = time.perf_counter()
+        if self.on_progress is None or now < self.called_at + _SECONDS_PER_CALL:
             return
+        self.called_at = now
         try:
             self.on_progress(self.record, self.num_ended)
         except KeyboardInterrupt:

@@ -36,6 +36,7 @@ _MIN_OWN_SHARE: Final = 1e-3  # of a feature that the earlier ones must leave un
 _NEIGHBOURS: Final = 4  # steps before and after one, with which it is compared
 _OUTLIER_SPREADS: Final = 6.0  # a step further off than so many robust standard deviations is an outlier...
 _OUTLIER_LEAST: Final = 0.02  # ... if it is also off by this share
+_FIRST_LEAST: Final = 1.0  # and a process's first step if it takes twice as long as expected
 _ROUNDS: Final = 20
 _FLOOR: Final = 0.1  # of the shortest step measured: what is predicted at least
 
@@ -57,24 +58,72 @@ class Fit:
         return sum((cost * columns[name] for name, cost in self.costs.items()), np.zeros(len(columns["step"])))
 
 
-def fit_calibration(
-    runs: Mapping[str, Sequence[MeasuredStep]], *, name: str, memory: Memory, provenance: Provenance
-) -> Calibration:
-    """Fit the step times of some runs, given by name, which must be of one model on one device.
+@dataclass(frozen=True, slots=True)
+class UsedSteps:
+    """The steps of some runs that count.
+
+    Attributes:
+        runs: by the run's name.
+        num_first: how many first steps of their process do not count, because they were slow.
+    """
+
+    runs: dict[str, list[MeasuredStep]]
+    num_first: int
+
+    @classmethod
+    def of(cls, runs: Mapping[str, Sequence[MeasuredStep]]) -> UsedSteps:
+        """All steps but those without a duration, and but the first ones that warmed up."""
+        rows = _Rows.of({name: [step for step in steps if step.step_s > 0] for name, steps in runs.items()})
+        slow = _slow_firsts(rows) if len(rows.steps) >= MIN_STEPS else np.zeros(len(rows.steps), bool)
+        used: dict[str, list[MeasuredStep]] = {name: [] for name in runs}
+        for name, step, left_out in zip(rows.names, rows.steps, slow, strict=True):
+            if not left_out:
+                used[name].append(step)
+        return cls(used, int(slow.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The steps of some runs, one after the other, as arrays [N]; ``names`` are those of the runs."""
+
+    names: list[str]
+    steps: list[MeasuredStep]
+    shape: StepShape
+    columns: dict[str, Floats]
+    measured: Floats
+    kinds: Names
+    groups: Names
+
+    @classmethod
+    def of(cls, runs: Mapping[str, Sequence[MeasuredStep]]) -> _Rows:
+        names = [name for name, some in runs.items() for _ in some]
+        steps = [step for some in runs.values() for step in some]
+        shape = _columns([step.shape for step in steps])
+        kinds = [step_class(step.shape) for step in steps]
+        return cls(
+            names=names,
+            steps=steps,
+            shape=shape,
+            columns={key: np.asarray(feature(shape), np.float64) for key, feature in FEATURES.items()},
+            measured=np.array([step.step_s for step in steps]),
+            kinds=np.array(kinds),
+            groups=np.array([f"{k} {name} {s.session}" for k, name, s in zip(kinds, names, steps, strict=True)]),
+        )
+
+
+def fit_calibration(used: UsedSteps, *, name: str, memory: Memory, provenance: Provenance) -> Calibration:
+    """Fit the step times of some runs, which must be of one model on one device.
 
     Raises:
         ValueError: there are too few steps.
     """
-    timed = {source: [step for step in steps if is_used(step)] for source, steps in runs.items()}
-    named = [(source, step) for source, some in timed.items() for step in some]
-    steps = [step for _, step in named]
+    rows = _Rows.of(used.runs)
+    steps, shape, columns, measured, kinds, groups = (
+        *(rows.steps, rows.shape, rows.columns),
+        *(rows.measured, rows.kinds, rows.groups),
+    )
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} measured steps are too few, at least {MIN_STEPS} are needed")
-    shape = _columns([step.shape for step in steps])
-    columns = {key: np.asarray(feature(shape), np.float64) for key, feature in FEATURES.items()}
-    measured = np.array([step.step_s for step in steps])
-    kinds = np.array([step_class(step.shape) for step in steps])
-    groups = np.array([f"{kind} {source} {step.session}" for (source, step), kind in zip(named, kinds, strict=True)])
     held_out = is_held_out(np.arange(len(steps)))
 
     fit = robust_fit(_rows(columns, ~held_out), measured[~held_out], groups[~held_out])
@@ -97,19 +146,14 @@ def fit_calibration(
         host=_fit_host(steps),
         ranges=ranges,
         held_out=errors,
-        other_runs=_errors_of_other_runs(timed, columns, measured, groups),
+        other_runs=_errors_of_other_runs(used.runs, columns, measured, groups),
         noise=_noise(steps),
         num_steps=len(steps),
-        num_first=sum(1 for some in runs.values() for step in some if not step.step),
+        num_first=used.num_first,
         num_trimmed=int((~fit.kept).sum()),
         memory=memory,
         provenance=provenance,
     )
-
-
-def is_used(step: MeasuredStep) -> bool:
-    """Whether a step counts: a process's first one warms up, and one without a duration tells nothing."""
-    return step.step > 0 and step.step_s > 0
 
 
 def is_held_out(index: Any) -> Any:
@@ -186,6 +230,29 @@ def _outliers(relative: Floats, groups: Names) -> Flags:
         distance = np.abs(relative[chosen] - around)
         limit = max(_OUTLIER_SPREADS * 1.4826 * np.median(distance), _OUTLIER_LEAST)
         found[chosen] = distance > limit
+    return found
+
+
+def _slow_firsts(rows: _Rows) -> Flags:
+    """The first steps of their process that take far longer than a fit of all the others expects.
+
+    Of a class that has too few others to be fitted, but enough with its first steps, these stay: they are all that is
+    known of it.
+    """
+    first = np.array([step.step == 0 for step in rows.steps], bool)
+    found = np.zeros(len(first), bool)
+    if first.all():
+        return found
+    fit = robust_fit(_rows(rows.columns, ~first), rows.measured[~first], rows.groups[~first])
+    floor_s = _FLOOR * float(rows.measured[~first].min())
+    relative = rows.measured / np.maximum(fit.predict(rows.columns), floor_s) - 1
+    for kind in CLASSES:
+        chosen = rows.kinds == kind
+        others = relative[chosen & ~first]
+        if len(others) < _MIN_SUPPORT <= chosen.sum():
+            continue
+        spread = 1.4826 * float(np.median(np.abs(others))) if len(others) >= _MIN_SUPPORT else 0.0
+        found |= chosen & first & (relative > max(_OUTLIER_SPREADS * spread, _FIRST_LEAST))
     return found
 
 

@@ -24,6 +24,25 @@ class LatencyModel(Protocol):
         """Seconds that the host needs for a step of so many sequences."""
 
 
+class Constant:
+    """Every step takes as long, whatever it computes: a clock that counts steps.
+
+    Args:
+        seconds: of a step.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def step_s(self, shape: StepShape) -> float:
+        """The seconds given."""
+        return self._seconds
+
+    def host_s(self, num_seqs: int) -> float:
+        """None."""
+        return 0.0
+
+
 class StepParts(NamedTuple):
     """Where a step's seconds go.
 

@@ -19,8 +19,8 @@ _MOST_BINS: Final = 800
 _DPI: Final = 130
 _BLUE, _ORANGE, _RED, _GREY = "#2b6cb0", "#dd7a1b", "#c53030", "#718096"
 # Margins as shares of the figure: matplotlib's own layouts take longer than the drawing.
-_STACKED: Final = {"left": 0.085, "right": 0.98, "bottom": 0.1, "top": 0.94, "hspace": 0.1}
-_BESIDE: Final = {"left": 0.06, "right": 0.985, "bottom": 0.14, "top": 0.91, "wspace": 0.08}
+_STACKED: Final = {"left": 0.085, "right": 0.98, "bottom": 0.1, "top": 0.87, "hspace": 0.1}
+_BESIDE: Final = {"left": 0.06, "right": 0.985, "bottom": 0.13, "top": 0.76, "wspace": 0.08}
 _UNITS: Final = ((1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"))
 
 
@@ -59,12 +59,17 @@ def band(start_s: Floats, until_s: Floats, values: Floats | Ints, end_s: float, 
     return Band(edges, low, high, np.clip(area / np.diff(edges), low, high))
 
 
-def write_plots(record: SimRecord, summary: Summary, folder: Path) -> None:
-    """Write `kv.png`, `queue.png` and `latency.png` of a run and its summary; nothing for a run without a step."""
+def write_plots(record: SimRecord, summary: Summary, folder: Path, title: str = "") -> None:
+    """Write `kv.png`, `queue.png` and `latency.png` of a run and its summary; nothing for a run without a step.
+
+    `title` says what was simulated and stands above each.
+    """
     if not record.num_steps:
         return
     for name, draw in (("kv", _draw_kv), ("queue", _draw_queue), ("latency", _draw_latency)):
-        save(draw(record, summary), folder / f"{name}.png")
+        figure = draw(record, summary)
+        headline(figure, title)
+        save(figure, folder / f"{name}.png")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -72,6 +77,12 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height))
+
+
+def headline(figure: Figure, title: str) -> None:
+    """Write above all axes what a figure is about."""
+    space = 0.08 / figure.get_figheight()
+    figure.text(0.012, 1 - space, title, ha="left", va="top", color=_GREY, fontsize=9)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -95,22 +106,18 @@ def _draw_kv(record: SimRecord, summary: Summary) -> Figure:
 
     used = band(steps.start_s, until_s, 100.0 * steps.used_blocks / record.num_blocks, record.end_s)
     _draw_band(upper, used, record.start_s, scale, _BLUE)
-    if used.high.max() > 50:
-        upper.set_ylim(0, 112)
-        upper.set_yticks(range(0, 101, 20))
-        upper.axhline(100, color=_GREY, linewidth=1)
-    else:
-        upper.set_ylim(0, _headroom(used))
-    upper.set_ylabel(f"KV blocks in use, % of {record.num_blocks:,}")
-    title = f"KV cache: {summary['kv_tokens']:,.0f} tokens, {summary['kv_utilization']:.0%} used on average"
-    upper.set_title(title, loc="left")
+    upper.set_ylim(0, 100)
+    upper.set_ylabel("KV blocks in use, %")
+    pool = f"{record.num_blocks:,} KV blocks of {record.block_size} tokens"
+    upper.set_title(f"{pool}, {summary['kv_utilization']:.0%} used on average", loc="left", fontsize=11, pad=14)
     when = (steps.start_s[steps.preemptions > 0] - record.start_s) / scale
     if len(when):
-        heights = (0.92, 0.975)
-        upper.vlines(when, *heights, color=_RED, linewidth=0.6, alpha=0.6, transform=upper.get_xaxis_transform())
+        # Above the axes, where they hide nothing.
+        across = upper.get_xaxis_transform()
+        upper.vlines(when, 1.01, 1.05, color=_RED, linewidth=0.6, alpha=0.6, transform=across, clip_on=False)
         total = int(steps.preemptions.sum())
         count = f"{total:,} preemption{'s' if total > 1 else ''}"
-        upper.text(1, 1.01, count, color=_RED, ha="right", va="bottom", transform=upper.transAxes)
+        upper.text(1, 1.07, count, color=_RED, ha="right", va="bottom", transform=upper.transAxes)
 
     places = np.maximum(steps.used_blocks * record.block_size, 1)
     waste = band(steps.start_s, until_s, 100.0 * steps.waste_tokens / places, record.end_s)
@@ -122,10 +129,11 @@ def _draw_kv(record: SimRecord, summary: Summary) -> Figure:
         box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 2}
         words = f"peak {highest:.1f}%"
         lower.text(0.99, 0.8, words, color=_ORANGE, ha="right", transform=lower.transAxes, bbox=box)
-    lower.set_ylabel("unfilled places\nin them, %")
-    lower.set_xlabel(f"time since the first arrival, {unit}")
+    lower.set_ylabel("empty places in\nused blocks, %")
+    lower.set_xlabel(f"time since the first arrival, {unit}", loc="left")
     for axes in (upper, lower):
         style(axes)
+    _explain_band(figure, used)
     return figure
 
 
@@ -140,10 +148,9 @@ def _draw_queue(record: SimRecord, summary: Summary) -> Figure:
     _draw_band(upper, running, record.start_s, scale, _BLUE)
     upper.set_ylim(0, _headroom(running))
     upper.set_ylabel("running sequences")
-    upper.set_title(
-        f"Running and waiting: {summary['mean_running']:,.1f} and {summary['mean_waiting']:,.1f} on average", loc="left"
-    )
-    if summary["tail_share"] > 0.005:
+    title = f"{summary['mean_running']:,.1f} running and {summary['mean_waiting']:,.1f} waiting on average"
+    upper.set_title(title, loc="left", fontsize=11)
+    if summary["mean_waiting"] and summary["tail_share"] > 0.005:
         end = (record.end_s - record.start_s) / scale
         upper.axvspan(end - summary["tail_s"] / scale, end, color=_GREY, alpha=0.18, linewidth=0)
         words = f"tail: {seconds(summary['tail_s'])} ({summary['tail_share']:.0%})"
@@ -155,11 +162,12 @@ def _draw_queue(record: SimRecord, summary: Summary) -> Figure:
     if not waiting.high.any():
         lower.text(0.5, 0.5, "nothing waits", color=_GREY, ha="center", va="center", transform=lower.transAxes)
     lower.set_ylabel("waiting sequences")
-    lower.set_xlabel(f"time since the first arrival, {unit}")
+    lower.set_xlabel(f"time since the first arrival, {unit}", loc="left")
     for axes in (upper, lower):
         style(axes)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.set_major_formatter("{x:,.0f}")
+    _explain_band(figure, running)
     return figure
 
 
@@ -172,14 +180,14 @@ def _draw_latency(record: SimRecord, summary: Summary) -> Figure:
     for axes, (name, words) in zip(columns, panels, strict=True):
         style(axes)
         values = latencies(complete, name)
-        axes.set_title(f"{words} ({LATENCIES[name]})" if name != "e2e_s" else words, loc="left", fontsize=11)
+        axes.set_title(f"{words} ({LATENCIES[name]})" if name != "e2e_s" else words, loc="left", fontsize=11, pad=20)
         axes.set_ylim(0, 102)
         if not len(values):
             axes.text(0.5, 0.5, "no complete request has it", ha="center", va="center", transform=axes.transAxes)
             axes.set_xticks([])
             continue
         _draw_distribution(axes, values, summary[name])
-    figure.axes[0].set_ylabel("requests, %")
+    figure.axes[0].set_ylabel("requests at or below, %")
     return figure
 
 
@@ -193,7 +201,9 @@ def _draw_distribution(axes: Axes, values: Floats, statistics: Summary) -> None:
         axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel(f"time, {unit}")
-    axes.legend(loc="lower right", handletextpad=0.2, framealpha=0.9)
+    # Above the axes: wherever a curve rises, it hides nothing.
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.99), "ncols": 3, "frameon": False, "fontsize": 8}
+    axes.legend(**place, handletextpad=0.0, columnspacing=0.8, borderaxespad=0)
 
 
 def _draw_band(axes: Axes, seen: Band, zero_s: float, scale: float, color: str) -> None:
@@ -204,6 +214,20 @@ def _draw_band(axes: Axes, seen: Band, zero_s: float, scale: float, color: str) 
         axes.fill_between(edges, low, high, step="post", color=color, alpha=0.35, linewidth=0)
     axes.plot(edges, mean, drawstyle="steps-post", color=color, linewidth=1.3)
     axes.set_xlim(0, edges[-1])
+
+
+def _explain_band(figure: Figure, seen: Band) -> None:
+    """Say what the line and the band around it are, where a run was so long that steps are drawn together."""
+    if np.array_equal(seen.low, seen.high):
+        return
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    span = seconds(float(seen.edges[1] - seen.edges[0]))
+    line, area = Line2D([], [], color=_BLUE, linewidth=1.3), Patch(color=_BLUE, alpha=0.35, linewidth=0)
+    words = (f"average over {span}", "lowest to highest in that time")
+    place = {"loc": "lower right", "bbox_to_anchor": (0.985, 0.0), "ncols": 2, "frameon": False, "fontsize": 9}
+    figure.legend([line, area], words, **place)
 
 
 def _headroom(seen: Band) -> float:

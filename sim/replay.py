@@ -6,9 +6,8 @@ import time
 import typing
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,7 @@ class ReplayReport:
         recorded_step_s: the steps' own durations in the log, summed.
         recorded_span_s: from the start of the first step to the end of the last, summed over the processes.
         predicted: how a latency model's step times compare with those of the log; None without a model.
+        notes: what else is to be said of the predicted times.
         wall_s: how long the replay took.
     """
 
@@ -89,6 +89,7 @@ class ReplayReport:
     recorded_step_s: float = 0.0
     recorded_span_s: float = 0.0
     predicted: ErrorSummary | None = None
+    notes: list[str] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
@@ -112,6 +113,7 @@ class ReplayReport:
             "recorded_step_s": self.recorded_step_s,
             "recorded_span_s": self.recorded_span_s,
             "predicted_step_error": None if self.predicted is None else asdict(self.predicted),
+            "notes": list(self.notes),
             "wall_s": self.wall_s,
         }
 
@@ -133,6 +135,7 @@ class ReplayReport:
                 f"predicted    steps {error.total:+.1%} in sum, {error.mape:.1%} off on average, "
                 f"median {error.p50:.1%}, p90 {error.p90:.1%}"
             )
+        lines += [f"note         {note}" for note in self.notes]
         if self.torn_line is not None:
             lines.append(f"left out     line {self.torn_line}, which was cut off")
         if self.first_difference is not None:
@@ -177,14 +180,10 @@ def policy_of(facts: Mapping[str, Any]) -> Policy:
     if name not in known:
         raise ValueError(f"the policy {name!r} is not one of {', '.join(sorted(known))}")
     kind = known[name]
-    hints = typing.get_type_hints(kind)
     names = {each.name for each in fields(kind)}
-    for key, value in values.items():
+    for key in values:
         if key not in names:
             raise ValueError(f"the policy {name} has no field {key}")
-        hint = hints[key]
-        if isinstance(hint, type) and issubclass(hint, Enum):
-            values[key] = hint(value)
     return kind(**values)
 
 
@@ -393,16 +392,16 @@ class _Replay:
             return (
                 f"{whose} starts with {expected[4][place]} as block {place} in the log, {found[4][place]} in the replay"
             )
-        tell = {
+        words: dict[str, Callable[[Any], str]] = {
             "preempted": lambda item: f"preempts {_named(item)}",
             "released": lambda item: f"releases slot {item}",
             "started": lambda item: f"starts {_named(item[1:3])} in slot {item[0]}",
             "slots": lambda item: f"computes {self._owner(item)}",
             "appended": lambda item: f"gives block {item[1]} to {self._owner(item[0])}",
-        }[what]
+        }
         none = {"preempted": "preempts", "released": "releases", "started": "starts", "slots": "computes"}
         ours, theirs = (
-            f"{none.get(what, 'gives')} no more" if item is None else tell(item) for item in (expected, found)
+            f"{none.get(what, 'gives')} no more" if item is None else words[what](item) for item in (expected, found)
         )
         return f"the log {ours}, the scheduler {theirs}"
 

@@ -63,6 +63,8 @@ SCALARS: Final = (
 """Every number of a summary by its dotted name, but for the counts of `finish_reasons`."""
 
 _CONFIDENCE: Final = 0.95
+_LONG_S: Final = 7200.0
+"""From here on a duration is told in hours, too."""
 
 
 def summarize(record: SimRecord) -> Summary:
@@ -240,11 +242,11 @@ def summary_table(summary: Summary) -> str:
         return "-" if summary[name] is None else format(summary[name], kind) + _interval(half.get(name), kind)
 
     def duration(name: str) -> str:
-        return "-" if summary[name] is None else seconds(summary[name], half.get(name))
+        value = summary[name]
+        hours = f" ({value / 3600:,.1f} h)" if value is not None and value >= _LONG_S else ""
+        return "-" if value is None else f"{seconds(value, half.get(name))}{hours}"
 
-    counts = sorted(summary["finish_reasons"].items(), key=lambda item: -item[1])
-    reasons = ", ".join(f"{reason} {count:,.0f}" for reason, count in counts if count)
-    rows = [("samples", f"{number('num_samples')} finished ({reasons}), {number('output_tokens')} tokens")]
+    rows = [("samples", f"{number('num_samples')} finished{_reasons(summary)}, {number('output_tokens')} tokens")]
     if summary["num_samples"]:
         lengths = (f"{name} {number(f'len_{name}')}" for name in ("p50", "p90", "max"))
         rows.append(("length", f"{', '.join(lengths)} tokens"))
@@ -253,10 +255,7 @@ def summary_table(summary: Summary) -> str:
         rate = number("tokens_per_s_end_to_end", digits)
         rows.append(("makespan", f"{duration('makespan_s')}, {rate} tokens/s"))
     if summary["num_samples"]:
-        rows.append(("", "".join(f"{statistic:>10}" for statistic in STATISTICS)))
-        for name, words in LATENCIES.items():
-            values = (summary[name][statistic] for statistic in STATISTICS)
-            rows.append((words, "".join(f"{'-' if value is None else seconds(value):>10}" for value in values)))
+        rows += _latency_rows(summary, half)
     if summary["num_steps"]:
         lost = f"{number('recomputed_tokens')} tokens recomputed, {number('recomputed_share', '.1%')} of all computed"
         rows.append(("preemptions", f"{number('preemptions')}, {lost}"))
@@ -264,8 +263,10 @@ def summary_table(summary: Summary) -> str:
             rows.append(("reuse", f"{number('cached_tokens')} prompt tokens taken from the cache"))
         used = f"{number('kv_utilization', '.1%')} used on average, {number('block_waste', '.2%')} of that unfilled"
         rows.append(("KV cache", f"{number('kv_tokens')} tokens, {used}"))
-        few = f"nothing waiting and fewer than half of {number('peak_running')} running"
-        rows.append(("tail", f"{duration('tail_s')} ({number('tail_share', '.1%')} of the makespan) with {few}"))
+        # Where nothing ever waits, there is no crowd whose end it could be.
+        if summary["mean_waiting"]:
+            few = f"nothing waiting and fewer than half of {number('peak_running')} running"
+            rows.append(("tail", f"{duration('tail_s')} ({number('tail_share', '.1%')} of the makespan) with {few}"))
     if summary["num_steps"] and summary["wall_s"]:
         times = summary["elapsed_s"] / summary["wall_s"]
         speed = f"{summary['steps_per_wall_s']:,.0f} steps/s, {times:,.0f}x real time"
@@ -273,6 +274,25 @@ def summary_table(summary: Summary) -> str:
     if summary["interrupted"]:
         rows.append(("interrupted", "yes"))
     return "\n".join(f"{name:<13}{value}" for name, value in rows)
+
+
+def _reasons(summary: Summary) -> str:
+    """How the finished requests ended, and how many others ended otherwise."""
+    counts = sorted(summary["finish_reasons"].items(), key=lambda item: -item[1])
+    complete = ", ".join(f"{reason} {count:,.0f}" for reason, count in counts if count and reason in COMPLETE)
+    others = ", ".join(f"{count:,.0f} {reason}" for reason, count in counts if count and reason not in COMPLETE)
+    return f"{f' ({complete})' if complete else ''}{f', {others}' if others else ''}"
+
+
+def _latency_rows(summary: Summary, half: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
+    """A header and a row a latency, in columns."""
+    table = [list(STATISTICS)]
+    for name in LATENCIES:
+        values = ((summary[name][statistic], half.get(f"{name}.{statistic}")) for statistic in STATISTICS)
+        table.append(["-" if value is None else seconds(value, interval) for value, interval in values])
+    width = 2 + max(8, *(len(cell) for row in table for cell in row))
+    for words, row in zip(("", *LATENCIES.values()), table, strict=True):
+        yield words, "".join(f"{cell:>{width}}" for cell in row)
 
 
 def seconds(value: float, half: float | None = None) -> str:

@@ -141,12 +141,18 @@ def step_log_of(folder: Path) -> Path:
     """The step log of a run's folder, or the log itself if that is what is given.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none; the sentence says what is there instead.
     """
     path = folder if folder.is_file() else folder / STEPS_FILE
-    if not path.is_file():
-        raise ValueError(f"{folder} is not the folder of a run: it holds no {STEPS_FILE}")
-    return path
+    if path.is_file():
+        return path
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist")
+    runs = sorted((log.parent.name for log in folder.glob(f"*/{STEPS_FILE}")), key=lambda name: (len(name), name))
+    if runs:
+        some = ", ".join(runs[:3]) + (", ..." if len(runs) > 3 else "")
+        raise ValueError(f"{folder} is the folder of a sweep: give one of the folders in it, {some}")
+    raise ValueError(f"{folder} holds no {STEPS_FILE}, which every run leaves")
 
 
 def _event(line: bytes, number: int) -> Event:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from paged.sim.report import flat
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_OTHER_NAMES: Final = {"throughput": "-tokens_per_s_end_to_end", "latency": "e2e_s.mean", "time": "makespan_s"}
 _MOST_LINES: Final = 8
 _MOST_BARS: Final = 40
 _MOST_TICKS: Final = 8
@@ -50,12 +53,14 @@ class Point:
         overrides: what it was given, by key.
         numbers: of its summary, by dotted name; empty if it has none.
         reason: what went wrong or short, in a sentence; None if all is well.
+        title: what it was, in parts between commas.
     """
 
     folder: Path
     overrides: Mapping[str, str]
     numbers: Mapping[str, float | None]
     reason: str | None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,10 @@ class Goal:
         """The goal `makespan_s` (smallest first) or `-kv_tokens` (largest first); ``ValueError`` if not in `names`."""
         goal = cls(text.removeprefix("-"), text.startswith("-"))
         if goal.name not in names:
+            near = [name for name in names if name.partition(".")[0].startswith(f"{goal.name}_")]
+            near = near or difflib.get_close_matches(goal.name, names, n=1)
+            if meant := _OTHER_NAMES.get(goal.name) or (near and near[0]):
+                raise ValueError(f"optimize must be a number of the summary, not {text!r}; did you mean {meant}?")
             heads: dict[str, list[str]] = {}
             for name in names:
                 head, _, statistic = name.partition(".")
@@ -96,7 +105,7 @@ def read_point(folder: Path) -> Point:
     except (OSError, ValueError):
         return Point(folder, overrides, {}, "it ended without a summary")
     reason = summary.pop("reason", None) or ("it was interrupted" if summary.get("interrupted") else None)
-    return Point(folder, overrides, dict(flat(summary)), reason)
+    return Point(folder, overrides, dict(flat(summary)), reason, str(summary.get("title", "")))
 
 
 def compare(folder: Path, jobs: Sequence[Path], goal: Goal, figures: Sequence[str]) -> str:
@@ -109,8 +118,8 @@ def compare(folder: Path, jobs: Sequence[Path], goal: Goal, figures: Sequence[st
         figures: names of the numbers that the table shows beside the goal's, the main one first.
 
     Returns:
-        The table, best point first; those with something to say of what went short come after the others, with the
-        reason, and those without the goal's number last.
+        The table, best point first, and what its columns mean; points with something to say of what went short come
+        after the others, with the reason, and those without the goal's number last.
     """
     points = _sorted([read_point(job) for job in jobs], goal)
     keys = varying_keys(points)
@@ -119,7 +128,7 @@ def compare(folder: Path, jobs: Sequence[Path], goal: Goal, figures: Sequence[st
     _write_csv(folder / "sweep.csv", points)
     _write_json(folder / "sweep.json", points, goal)
     _write_plot(folder / "sweep.png", points, keys, shown, goal)
-    return _table(points, keys, shown)
+    return _table(points, keys, shown, goal)
 
 
 def _sorted(points: Sequence[Point], goal: Goal) -> list[Point]:
@@ -138,27 +147,37 @@ def varying_keys(points: Sequence[Point]) -> list[str]:
     return [key for key in keys if len({point.overrides.get(key) for point in points}) > 1] or keys
 
 
-def _table(points: Sequence[Point], keys: Sequence[str], shown: Sequence[str]) -> str:
-    header = [*keys, *shown]
-    rows = [[point.overrides.get(key, "") for key in keys] + [_cell(point, name) for name in shown] for point in points]
+def _table(points: Sequence[Point], keys: Sequence[str], shown: Sequence[str], goal: Goal) -> str:
+    header = ["job", *keys, *shown]
+    rows = []
+    for point in points:
+        overrides = [point.overrides.get(key, "") for key in keys]
+        rows.append([point.folder.name, *overrides, *(_cell(point, name, goal) for name in shown)])
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(row: Sequence[str], note: str) -> str:
         cells = [
-            text.ljust(width) if column < len(keys) else text.rjust(width)
+            text.ljust(width) if column <= len(keys) else text.rjust(width)
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         return "  ".join([*cells, note]).rstrip()
 
-    lines = [line(header, "")]
+    lines = [line(header, "note" if any(point.reason for point in points) else "")]
     for point, row in zip(points, rows, strict=True):
         lines.append(line(row, point.reason or ""))
-    return "\n".join(lines)
+    order = f"best first: the {'largest' if goal.largest else 'smallest'} {goal.name}"
+    intervals = (
+        "; ± is half of a 95% interval of the mean over seeds"
+        if any("±" in cell for row in rows for cell in row)
+        else ""
+    )
+    return "\n".join([*lines, f"{order}; job is the folder{intervals}"])
 
 
-def _cell(point: Point, name: str) -> str:
+def _cell(point: Point, name: str, goal: Goal) -> str:
     value = point.numbers.get(name)
-    if value is None:
+    # Without the goal's number nothing was computed; zeros would look like a result.
+    if value is None or point.numbers.get(goal.name) is None:
         return "-"
     half = point.numbers.get(f"ci95.{name}")
     if not half:
@@ -204,7 +223,7 @@ def _write_json(path: Path, points: Sequence[Point], goal: Goal) -> None:
 
 def _write_plot(path: Path, points: Sequence[Point], keys: Sequence[str], shown: Sequence[str], goal: Goal) -> None:
     """The goal and the figure after it: over a number that was swept, or as bars; nothing if no point has the goal."""
-    from paged.sim.plots import new_figure, save, style
+    from paged.sim.plots import headline, new_figure, save, style
 
     there = [point for point in points if point.numbers.get(goal.name) is not None]
     if not there:
@@ -215,18 +234,18 @@ def _write_plot(path: Path, points: Sequence[Point], keys: Sequence[str], shown:
     is_curve = 0 < len(curves) <= _MOST_LINES
     if is_curve:
         figure = new_figure(8, 6)
-        margins = {"left": 0.11, "right": 0.97, "bottom": 0.09, "top": 0.93, "hspace": 0.1}
+        margins = {"left": 0.13, "right": 0.97, "bottom": 0.09, "top": 0.89, "hspace": 0.1}
         panels = figure.subplots(len(names), 1, sharex=True, squeeze=False, gridspec_kw=margins)[:, 0]
     else:
         labels = [_label(point, keys) for point in there[:_MOST_BARS]]
-        height = 1.3 + 0.3 * len(labels)
+        height = 1.6 + 0.3 * len(labels)
         figure = new_figure(11, height)
         left = min(0.45, 0.02 + 0.0075 * max(map(len, labels)))
-        margins = {"left": left, "right": 0.97, "bottom": 0.6 / height, "top": 1 - 0.4 / height, "wspace": 0.06}
+        margins = {"left": left, "right": 0.97, "bottom": 0.6 / height, "top": 1 - 0.7 / height, "wspace": 0.06}
         panels = figure.subplots(1, len(names), sharey=True, squeeze=False, gridspec_kw=margins)[0]
     for axes, name in zip(panels, names, strict=True):
         style(axes)
-        words, scale = _WORDS.get(name, (name.replace("_", " "), 1))
+        words, scale = _words(name)
         if is_curve:
             assert across is not None
             _draw_curves(axes, curves, across, name, scale)
@@ -243,8 +262,25 @@ def _write_plot(path: Path, points: Sequence[Point], keys: Sequence[str], shown:
     title += f"; {missing} without a result" if missing else ""
     if len(there) > _MOST_BARS and not is_curve:
         title += f"; the best {_MOST_BARS} are shown"
-    panels[0].set_title(title, loc="left", fontsize=11)
+    if any(point.numbers.get(f"ci95.{name}") for point in there for name in names):
+        title += "; bars are 95% intervals over seeds"
+    panels[0].set_title(title, loc="left", fontsize=10)
+    headline(figure, _common_title(points))
     save(figure, path)
+
+
+def _words(name: str) -> tuple[str, float]:
+    """What an axis calls a number, and the factor to its unit."""
+    head, _, length = name.partition(".")
+    if head == "max_concurrency":
+        return f"sequences of {int(length):,} tokens", 1
+    return _WORDS.get(name, (name.replace("_", " "), 1))
+
+
+def _common_title(points: Sequence[Point]) -> str:
+    """The parts of the titles that all points with one share."""
+    titles = [re.split(r", |: | on ", point.title) for point in points if point.title]
+    return ", ".join(part for part in titles[0] if all(part in title for title in titles)) if titles else ""
 
 
 def _number_key(points: Sequence[Point], keys: Sequence[str]) -> str | None:
@@ -278,15 +314,18 @@ def _label(point: Point, keys: Sequence[str]) -> str:
 
 
 def _draw_curves(axes: Axes, curves: Mapping[str, Sequence[Point]], across: str, name: str, scale: float) -> None:
+    lowest = 0.0
     for (label, points), color in zip(curves.items(), _COLORS, strict=False):
         there = [point for point in points if point.numbers.get(name) is not None]
         x = [float(point.overrides[across]) for point in there]
         y = [scale * _value(point, name) for point in there]
         halves = [scale * (point.numbers.get(f"ci95.{name}") or 0.0) for point in there]
         axes.errorbar(x, y, yerr=halves if any(halves) else None, color=color, marker="o", capsize=3, label=label)
-        if y and min(y) >= 0 > axes.get_ylim()[0]:
-            # An interval may reach below what can be.
-            axes.set_ylim(bottom=-0.03 * axes.get_ylim()[1])
+        lowest = min(lowest, *y) if y else lowest
+    if lowest == 0:
+        # From 0, so that a difference looks as large as it is; the margin shows points that lie on the axis.
+        top = axes.get_ylim()[1]
+        axes.set_ylim(-0.03 * top, 1.05 * top)
     places = sorted({float(point.overrides[across]) for points in curves.values() for point in points})
     if len(places) <= _MOST_TICKS and all(place.is_integer() for place in places):
         axes.set_xticks(places)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from paged.core.plan import StepPlan
-from paged.core.policy import Fifo, Policy, Reserve, Watermark
+from paged.core.policy import Fifo, Forecast, Policy, Reserve, Watermark
 from paged.core.prompt import OpaquePrompt
 from paged.core.scheduler import Scheduler, SchedulerConfig
 from paged.sim.shape import StepShape
@@ -57,7 +57,8 @@ def random_case(seed: int, depth: int | None = None) -> tuple[SchedulerConfig, P
         depth=depth or rng.choice((1, 2, 3)),
         prefix_reuse=rng.random() < 0.7,
     )
-    policy = rng.choice((Fifo(), Watermark(0.1), Reserve(), Fifo(victim="least_computed"), Fifo(victim="most_blocks")))
+    victims = (Fifo(victim="least_computed"), Fifo(victim="most_blocks"))
+    policy = rng.choice((Fifo(), Watermark(0.1), Reserve(), Forecast(), *victims))
     jobs = []
     arrival = 0
     for number in range(rng.randint(3, 10)):

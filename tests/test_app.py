@@ -18,6 +18,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from paged.app import COMMANDS, main
+from paged.config.convert import groups_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHARACTERS = ["<eos>", "?", *"0123456789+-*()\n abcdefghijklmnopqrstuvwxyz:"]
@@ -134,9 +135,15 @@ def test_hydras_help_and_config_are_there(cli: Cli) -> None:
     code, out, _ = cli("--help")
     assert code == 0
     assert "policy: fifo, reserve, watermark" in out
+    assert "Groups of this command: model, numerics, policy, workload, experiment." in out
     code, out, _ = cli("--cfg", "job", "block_size=8")
     assert code == 0
     assert "block_size: 8" in out
+
+
+def test_the_help_tells_whose_groups_are_whose() -> None:
+    assert groups_of("plan") == ["model", "hardware", "experiment"]
+    assert groups_of("calibrate") == []
 
 
 @pytest.mark.parametrize(
@@ -214,9 +221,10 @@ def test_a_sweep_gives_each_point_its_own_folder(cli: Cli) -> None:
     ids = [summary_of(sweep / point)["numerics_id"] for point in ("0", "1")]
     assert ids[0] != ids[1]
     assert [len(rows_of(sweep / point)) for point in ("0", "1")] == [4, 4]
-    header, *points = out.splitlines()[-4:-1]
-    assert header.split()[:2] == ["numerics", "tokens_per_s_end_to_end"]
-    assert {point.split()[0] for point in points} == {"invariant", "fast"}
+    header, *points, order = out.splitlines()[-5:-1]
+    assert header.split()[:3] == ["job", "numerics", "tokens_per_s_end_to_end"]
+    assert {point.split()[1] for point in points} == {"invariant", "fast"}
+    assert order == "best first: the largest tokens_per_s_end_to_end; job is the folder"
     assert (sweep / "sweep.csv").is_file()
 
 
@@ -224,6 +232,7 @@ def test_a_mistake_in_one_point_leaves_the_others_of_a_sweep(cli: Cli) -> None:
     code, out, err = cli("-m", "num_blocks=0,40", *SMALL)
     assert code == 2
     assert "paged: job 0: num_blocks must be a whole number, at least 1, not 0" in err
+    assert out.splitlines()[-3].endswith("-  num_blocks must be a whole number, at least 1, not 0")
     assert len(rows_of(folder_of(out) / "1")) == 4
 
 
@@ -594,12 +603,14 @@ def test_refusals_are_looked_at_again_when_a_run_is_resumed(cli: Cli, tmp_path: 
 
     code, _, err = cli(f"resume={folder}", "num_blocks=2", model=False)
     assert code == 2
-    assert "2 of 3 lines were refused, the first is line 2: a prompt of 60 tokens with max_tokens 5 can never" in err
+    assert (
+        "2 of 3 lines were refused, the first is long: line 2: a prompt of 60 tokens with max_tokens 5 can never" in err
+    )
     assert tokens_of(folder).keys() == {("short", 0), ("short", 1), ("long", None), ("never", None)}
 
     code, _, err = cli(f"resume={folder}", "num_blocks=40", model=False)
     assert code == 2
-    assert "paged: 1 of 3 lines were refused, the first is line 3" in err
+    assert "paged: 1 of 3 lines were refused, the first is never: line 3" in err
     assert tokens_of(folder) == whole
     assert summary_of(folder)["finish_reasons"]["refused"] == 1
 

@@ -100,11 +100,13 @@ def test_real_runs_of_the_tiny_model_are_fitted(cli: Cli, tmp_path: Path) -> Non
     assert memory.kv_tokens == summaries[0]["kv_tokens"] == memory.num_blocks * memory.block_size
     assert memory.weights_bytes == 2 * spec.num_parameters()
     assert memory.kv_bytes == memory.kv_tokens * 4 * 2 * 2 * 64 * 2  # layers, k and v, heads, width, bytes
-    assert (memory.peak_device_bytes, memory.activation_bytes) == (None, None)
+    assert (memory.peak_device_bytes, memory.activation_bytes, memory.context_bytes) == (None, None, None)
 
     steps = summaries[0]["num_steps"] + summaries[1]["num_steps"]
-    assert (calibration.num_steps, calibration.num_first) == (steps - 2, 2)
-    assert calibration.held_out["all"].num_steps == (steps - 2) // 5
+    # A busy machine may slow one down.
+    assert calibration.num_steps + calibration.num_first == steps
+    assert calibration.num_first <= 2
+    assert calibration.held_out["all"].num_steps == calibration.num_steps // 5
     assert calibration.held_out["all"].mape < 2  # the machine may be busy
     assert calibration.ranges["decode"].bounds["num_seqs"] == (1, 6)
     assert calibration.host is not None
@@ -113,13 +115,17 @@ def test_real_runs_of_the_tiny_model_are_fitted(cli: Cli, tmp_path: Path) -> Non
         rows = list(csv.DictReader(file))
     assert len(rows) == steps
     assert [row["source"] for row in rows] == ["0"] * summaries[0]["num_steps"] + ["1"] * summaries[1]["num_steps"]
+    assert sum(row["used"] == "1" for row in rows) == calibration.num_steps
     assert sum(row["held_out"] == "1" for row in rows) == calibration.held_out["all"].num_steps
     model = Calibrated(calibration)
     shape = StepShape(*(int(rows[-1][name]) for name in StepShape._fields))
     assert float(rows[-1]["predicted_s"]) == pytest.approx(model.step_s(shape), abs=1e-6)
-    assert json.loads((folder / "summary.json").read_text()) == json.loads((folder / "calibration.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.pop("quality") == calibration.quality
+    assert summary == json.loads((folder / "calibration.json").read_text())
     for word in ("held out", "unseen run", "noise", "host", "decode", "pool"):
         assert re.search(rf"^{word} ", out, re.MULTILINE), out
+    assert out.splitlines()[-2] == f"quality      {calibration.quality}"
 
 
 def test_logs_alone_are_enough(cli: Cli, tmp_path: Path) -> None:
@@ -147,6 +153,7 @@ def test_what_a_card_has_shown_of_its_memory_is_told(cli: Cli, tmp_path: Path) -
     # One of the two kv heads: for each a byte an element, and a scale of four bytes.
     kv = 4096 * 16 * (4 * 2 * 1 * 64 + 4 * 2 * 1 * 4)
     summary = {"peak_device_bytes": weights + kv + 12345, "numerics_id": "abc", "versions": {"torch": "2.11"}}
+    summary["context_bytes"] = 678
     make_run(tmp_path / "2026-11-30" / "run", config=config, summary=summary)
     code, out, _ = cli("calibrate", "source=2026-11-30")
     assert code == 0
@@ -154,6 +161,7 @@ def test_what_a_card_has_shown_of_its_memory_is_told(cli: Cli, tmp_path: Path) -
     assert found.name == "big-cuda"
     assert (found.memory.weights_bytes, found.memory.kv_bytes) == (weights, kv)
     assert (found.memory.activation_bytes, found.memory.peak_device_bytes) == (12345, weights + kv + 12345)
+    assert found.memory.context_bytes == 678
     source = found.provenance
     assert (source.model, source.dtype, source.kv_dtype, source.tp) == ("big", "float16", "fp8", 2)
     assert (source.device, source.date, source.numerics, source.numerics_id) == ("cuda", "2026-11-30", "fast", "abc")
@@ -175,7 +183,8 @@ def local_sizes(spec: ModelSpec) -> Iterator[int]:
     [
         ((), "source must be given: folders of runs, whose step logs are read"),
         (("source=[]",), "source must name at least one folder of a run"),
-        (("source=nothing",), "source must be folders of runs that fit together: nothing is not the folder of a run"),
+        (("source=nothing",), "source must be folders of runs that fit together: nothing does not exist"),
+        (("source=empty",), "source must be folders of runs that fit together: empty holds no steps.jsonl"),
         (("source=good", "output=no/where.json"), "output must be a file in a folder that exists, not 'no/where.json'"),
         (("source=good", "output=good"), "output must be a file in a folder that exists, not 'good'"),
         (("sauce=good",), "sauce is not a key of this config; did you mean source?"),
@@ -201,6 +210,7 @@ def test_a_mistake_is_one_line(args: tuple[str, ...], sentence: str, cli: Cli, t
     }.items():
         (tmp_path / name / ".hydra").mkdir(parents=True)
         (tmp_path / name / "steps.jsonl").write_text("\n".join(changed) + "\n")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "torn" / ".hydra" / "config.yaml").write_text("model: {path: [")
     code, out, err = cli("calibrate", *args)
     assert code == 2

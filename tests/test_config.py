@@ -125,7 +125,7 @@ def test_choices_arrive_as_typed_objects() -> None:
         ("sampling.temperature=0", "sampling.n must be 1 when temperature is 0"),
         ("sampling=5", "sampling must hold keys and values, not 5"),
         ("numerics.name=exact", "numerics must be one of invariant, fast, not 'exact'"),
-        ("~policy", "policy must be one of fifo, watermark, reserve, not null"),
+        ("~policy", "policy must be one of fifo, watermark, reserve, forecast, not null"),
         ("~block_size", "block_size must be given: a whole number"),
         ("model=local", "model.path must be given: a checkpoint folder, or a Hub id that is in the local cache"),
         ("workload=prompts", "workload.path must be given: a file of prompts, one JSON object a line"),

@@ -236,11 +236,36 @@ def test_transients_that_are_not_counted_are_warned_of(plan: Plan, cli: Cli) -> 
     logits, sampling, attention = plan(*overrides)["transients"]
     assert logits["bytes"] == 64 * 151_936 * 4
     assert sampling["bytes"] == 64 * 151_936 * 48
-    assert attention["bytes"] == 64 * 8 * 4800 * 128 * 2 * 2
-    assert [each["exceeds"] for each in (logits, sampling, attention)] == [False, False, True]
-    warning = r"64 sequences of 4,800 tokens +1\.17 GiB  more than memory\.activation_gib allows"
-    assert re.search(warning, cli(*overrides)[1])
-    assert not plan(*overrides, "memory.activation_gib=1.2")["transients"][2]["exceeds"]
+    # No more of them than the pool of 26,192 tokens holds.
+    assert attention["bytes"] == 5 * 8 * 4800 * 128 * 2 * 2
+    assert [each["exceeds"] for each in (logits, sampling, attention)] == [False, False, False]
+    warning = r"6 sequences of 4,800 tokens +0\.11 GiB  more than memory\.activation_gib allows"
+    assert re.search(warning, cli(*overrides, "memory.activation_gib=0.05")[1])
+
+
+def test_room_for_sampling_is_said_beside_the_fit(plan: Plan, cli: Cli) -> None:
+    """Two warnings that contradict each other are none: what fits is also told with the temporaries counted."""
+    row_bytes = 151_936 * (4 + 48)
+    sampling = plan()["sampling"]
+    assert sampling["max_rows"] == 2**29 // row_bytes == 67
+    assert sampling["override"] == "memory.activation_gib=1.9"
+    assert 1.8 * 2**30 < 256 * row_bytes <= 1.9 * 2**30
+    counted = plan("memory.activation_gib=1.9")
+    assert counted["sampling"]["override"] is None
+    assert sampling["max_concurrency"] == counted["max_concurrency"] == {"16384": 24, "40960": 9}
+    assert sampling["kv_tokens"] == counted["kv_tokens"]
+    assert plan("max_num_seqs=67")["sampling"]["override"] is None
+    out = cli()[1]
+    assert "room to sample 67 sequences at once, max_num_seqs is 256" in out
+    assert re.search(r"at 16,384 tokens +26 sequences  with memory\.activation_gib=1\.9: 24", out)
+    assert "which leaves a pool of 397,264 tokens; or max_num_seqs=67" in out
+
+
+def test_a_fit_that_the_temporaries_undo_is_said(plan: Plan, cli: Cli) -> None:
+    overrides = ["tp=1", "max_seq_len=26000"]
+    summary = plan(*overrides)
+    assert (summary["fits"], summary["sampling"]["fits"]) == (True, False)
+    assert "tokens, less than a sequence of max_seq_len 26,000; or max_num_seqs=67" in cli(*overrides)[1]
 
 
 def test_what_is_assumed_is_said_with_its_source(plan: Plan, cli: Cli) -> None:
@@ -250,6 +275,50 @@ def test_what_is_assumed_is_said_with_its_source(plan: Plan, cli: Cli) -> None:
     assert not {"hardware.memory_gib", "hardware.link_bytes_per_s"} & assumed
     assert all(figure["source"] for figure in figures.values())
     assert re.search(r"hardware\.memory_bytes_per_s +6e\+11 +assumed +NVIDIA A10G datasheet", cli()[1])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["hardware.memory_gib.value=40", "hardware.link_bytes_per_s.value=5e9"],
+        ["hardware.memory_gib={value: 40}", "++hardware.link_bytes_per_s.value=5e9", "tp=8"],
+    ],
+)
+def test_a_figure_that_is_replaced_does_not_keep_its_source(plan: Plan, overrides: list[str]) -> None:
+    figures = {figure["name"]: figure for figure in plan(*overrides, "memory.context_gib=1")["figures"]}
+    for name, value in (("hardware.memory_gib", 40), ("hardware.link_bytes_per_s", 5e9), ("memory.context_gib", 1)):
+        assert figures[name] == {"name": name, "value": value, "source": "given on the command line", "assumed": False}
+    assert "datasheet" in figures["hardware.flops_per_s"]["source"]
+
+
+def test_a_source_can_be_given_with_the_figure(plan: Plan) -> None:
+    given = ["hardware.memory_gib={value: 40, source: a friend}", "hardware.memory_gib.assumed=true"]
+    [figure] = [figure for figure in plan(*given)["figures"] if figure["name"] == "hardware.memory_gib"]
+    assert (figure["value"], figure["source"], figure["assumed"]) == (40, "a friend", True)
+
+
+def test_a_link_measured_on_fewer_cards_is_assumed(plan: Plan) -> None:
+    def link(*overrides: str) -> tuple[bool, str]:
+        figures = {figure["name"]: figure for figure in plan(*overrides)["figures"]}
+        return figures["hardware.link_bytes_per_s"]["assumed"], figures["hardware.link_bytes_per_s"]["source"]
+
+    assert not link("tp=4")[0]
+    assumed, source = link("tp=8")
+    assert assumed
+    assert source.endswith("; assumed for 8")
+    assert not link("hardware=h200", "tp=2")[0]
+    assert link("hardware=h200", "tp=4")[0]
+
+
+def test_a_table_of_the_link_is_told_only_where_it_is_used(plan: Plan) -> None:
+    names = [{figure["name"] for figure in plan("hardware=h200", f"tp={tp}")["figures"]} for tp in (2, 4)]
+    assert ["hardware.all_reduce_us" in each for each in names] == [True, False]
+
+
+def test_copied_heads_are_said(plan: Plan, cli: Cli) -> None:
+    assert plan("tp=8")["kv_head_copies"] == 1
+    assert plan("tp=16")["kv_head_copies"] == 2
+    assert "keys and values in bfloat16; each head is copied to 2 ranks" in cli("tp=16")[1]
 
 
 @pytest.mark.parametrize("hardware", ["a10g", "l4", "a100_80g", "h100", "h200", "cpu"])
@@ -297,25 +366,33 @@ def test_a_folder_that_is_another_model_than_named_is_refused(cli: Cli, tmp_path
 
 
 def test_a_sweep_is_a_table_in_which_what_cannot_be_says_why(cli: Cli) -> None:
-    code, out, _ = cli("-m", "tp=1,2,3", "kv_dtype=null,fp8")
-    assert code == 0
-    *lines, folder = out.splitlines()
-    assert len(lines) == 6
-    assert re.match(
-        r"tp=2 kv_dtype=null +163,472 tokens; sequences: 9 of 16,384, 3 of 40,960; 64 x 8,192 in ", lines[2]
-    )
-    assert lines[0].endswith("a sequence of max_seq_len 40,960 tokens does not fit: the pool holds 26,192")
+    code, out, err = cli("-m", "tp=1,2,3", "kv_dtype=null,fp8")
+    assert code == 0, "what cannot be is an answer"
+    header, *lines, _, folder = out.splitlines()
+    assert header.split() == [
+        *("job", "tp", "kv_dtype", "kv_tokens", "max_concurrency.16384", "max_concurrency.40960"),
+        *("largest.batch", "largest.context", "largest.step_ms", "largest.tokens_per_s", "note"),
+    ]
+    assert [line.split()[0] for line in lines] == ["3", "2", "1", "0", "4", "5"]
+    assert [line.split()[3] for line in lines[:4]] == ["317,056", "163,472", "50,800", "26,192"]
+    assert lines[3].endswith("a sequence of max_seq_len 40,960 tokens does not fit: the pool holds 26,192")
     reason = "tp must divide num_attention_heads 32, and divide or be a multiple of num_key_value_heads 8, not 3"
-    assert lines[4].endswith(f"cannot be: {reason}")
-    summary = json.loads((Path(folder) / "4" / "summary.json").read_text())
-    assert (summary["feasible"], summary["fits"], summary["reason"]) == (False, False, reason)
-    with (Path(folder) / "comparison.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["kv_tokens"] for row in rows[:4]] == ["26192", "50800", "163472", "317056"]
-    assert [row["fits"] for row in rows] == ["False", "True", "True", "True", "False", "False"]
-    assert rows[5]["reason"] == reason
-    # The link's first latency, at the table's last point.
-    assert [(row["batch"], row["context"], row["link_latency_us"]) for row in rows[2:4]] == [("64", "8192", "20.0")] * 2
+    assert lines[4].endswith(reason)
+    assert "paged: job" not in err
+    assert json.loads((Path(folder) / "4" / "summary.json").read_text()) == {"feasible": False, "reason": reason}
+    assert {"sweep.csv", "sweep.json", "sweep.png"} <= {path.name for path in Path(folder).iterdir()}
+
+
+def test_a_sweep_shows_the_largest_batch_that_fits(cli: Cli) -> None:
+    _, out, _ = cli("-m", "tp=1,4", "batches=[1,3,16,64]", "contexts=[100,8192]")
+    rows = list(csv.DictReader((Path(out.splitlines()[-1]) / "sweep.csv").open(newline="")))
+    assert [(row["tp"], row["largest.batch"], row["largest.context"]) for row in rows] == [
+        ("4", "64", "100"),
+        ("1", "64", "100"),
+    ]
+    _, out, _ = cli("-m", "tp=1,4", "batches=[1,3,16]", "contexts=[8192]")
+    rows = list(csv.DictReader((Path(out.splitlines()[-1]) / "sweep.csv").open(newline="")))
+    assert [(row["largest.batch"], row["largest.context"]) for row in rows] == [("16", "8192"), ("3", "8192")]
 
 
 @pytest.mark.parametrize(
@@ -325,13 +402,18 @@ def test_a_sweep_is_a_table_in_which_what_cannot_be_says_why(cli: Cli) -> None:
         ("tp=0", "tp must be a whole number, at least 1, not 0"),
         ("tp=x", "tp must be a whole number, not 'x'"),
         ("tpp=4", "tpp is not a key of this config; did you mean tp?"),
-        ("sampling.n=4", "sampling.n is not a key of this config"),
+        ("sampling.n=4", "plan takes no sampling.*"),
+        ("policy=fifo", "plan takes no policy"),
+        ("tensor_parallel_size=4", "tensor_parallel_size is not a key of this config; did you mean tp?"),
         ("hardware=b200", "hardware must be one of a100_80g, a10g, cpu, h100, h200, l4, not 'b200'"),
         ("hardware.memory_gib.value=x", "hardware.memory_gib.value must be a number, not 'x'"),
         ("hardware.memory_gib.value=0", "hardware.memory_gib.value must be above 0, not 0.0"),
         ("hardware.memory_gib.value=inf", "hardware.memory_gib.value must be above 0, not inf"),
         ("hardware.host_step_us.value=-1", "hardware.host_step_us.value must be at least 0, not -1.0"),
-        ("hardware.memory_gib=40", "hardware.memory_gib must hold keys and values, not 40"),
+        (
+            "hardware.memory_gib=40",
+            "hardware.memory_gib must hold keys and values, not 40; write hardware.memory_gib.value=40",
+        ),
         ("hardware.memory_gb.value=40", "hardware.memory_gb.value is not a key of this config; did you mean"),
         ("~hardware.flops_per_s.source", "hardware.flops_per_s.source must be given: a text"),
         (
@@ -358,11 +440,11 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(cli: Cli, overrides: str, sen
     assert len(err.splitlines()) == 1
 
 
-def test_a_mistake_in_a_sweep_is_none_of_its_rows(cli: Cli) -> None:
+def test_a_mistake_in_a_sweep_is_told_at_once_and_in_its_row(cli: Cli) -> None:
     code, out, err = cli("-m", "block_size=0,16")
     assert code == 2
     assert "paged: job 0: block_size must be a whole number, at least 1, not 0" in err
-    assert len(out.splitlines()) == 2
+    assert out.splitlines()[2].endswith("-  block_size must be a whole number, at least 1, not 0")
 
 
 def test_planning_loads_no_torch() -> None:

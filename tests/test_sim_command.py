@@ -175,23 +175,25 @@ def test_seeds_of_a_workload_without_chance(cli: Cli, tmp_path: Path) -> None:
     assert (folder / "inputs" / "trace.csv").read_bytes() == trace.read_bytes()
 
 
-def calibration_file(folder: Path) -> Path:
+def calibration_file(folder: Path, **facts: Any) -> Path:
     """A calibration of decode steps of at most 8 sequences, 10 ms each, in a pool of 4,096 tokens."""
     bounds = {**dict.fromkeys(StepShape._fields, (0, 10_000)), "num_seqs": (1, 8)}
+    known = {"model": "Goedel-Prover-V2-8B", "dtype": "bfloat16", "kv_dtype": "bfloat16", "tp": 4}
+    known |= {"device": "NVIDIA A10G", "numerics": "fast"}
     calibration = Calibration(
         name="made up",
         coefficients={"step": 0.01},
         floor_s=0.001,
         host=HostTime(step_s=0.002, seq_s=0.0, error=ErrorSummary.of([1.0], [1.0])),
         ranges={"decode": Range(num_steps=9, bounds=bounds)},
-        held_out={},
+        held_out={"all": ErrorSummary.of([1.1], [1.0])},
         other_runs={},
         noise=None,
         num_steps=9,
         num_first=0,
         num_trimmed=0,
         memory=Memory(num_blocks=256, block_size=16, kv_tokens=4096),
-        provenance=Provenance(sources=["run"], tp=1, depths=[1], versions={}),
+        provenance=Provenance(sources=["run"], depths=[1], versions={}, **(known | facts)),
     )
     calibration.save(folder / "calibration.json")
     return folder / "calibration.json"
@@ -200,7 +202,7 @@ def calibration_file(folder: Path) -> Path:
 def test_calibrated_steps_in_the_measured_pool(cli: Cli, tmp_path: Path) -> None:
     path = calibration_file(tmp_path)
     given = ("latency=calibrated", f"latency.path={path}")
-    code, out, _ = cli(*SMALL[:4], *QUICK, *given, "block_size=8", "max_step_tokens=64")
+    code, out, _ = cli(*SMALL[:4], *QUICK, *given, "block_size=8", "max_step_tokens=64", "gpu_memory_utilization=0.5")
     folder = folder_of(out)
     summary = summary_of(folder)
     assert code == 0
@@ -209,13 +211,62 @@ def test_calibrated_steps_in_the_measured_pool(cli: Cli, tmp_path: Path) -> None
     assert summary["assumed"] == []
     assert summary["calibration"] == "made up"
     assert 0 < summary["outside_range"]["share"] < 1
-    assert "the calibration was measured with tp 1, not 4" in summary["notes"]
-    assert any("lie outside the calibrated range" in note for note in summary["notes"])
+    step_times, pool, outside = summary["notes"]
+    assert step_times == (
+        "step times are those of made up: numerics fast; hardware NVIDIA A10G; "
+        "held-out steps off by 10.0% in the median"
+    )
+    assert pool == (
+        "the pool is that of the runs measured, 4,096 tokens, whatever gpu_memory_utilization and memory say"
+    )
+    assert "lie outside the calibrated range: " in outside
     assert all(f"note         {note}" in out for note in summary["notes"])
     assert (folder / "inputs" / "calibration.json").read_bytes() == path.read_bytes()
     code, out, err = cli(*SMALL, *QUICK, *given, "latency.outside=refuse")
     assert (code, out) == (2, "")
     assert "latency.outside is refuse, and a step lies outside" in err
+
+
+@pytest.mark.parametrize(
+    ("facts", "overrides", "words"),
+    [
+        ({"model": "tiny"}, (), "model tiny (here Goedel-LM/Goedel-Prover-V2-8B)"),
+        ({"tp": 1}, (), "tp 1 (here 4)"),
+        ({}, ("tp=2",), "tp 4 (here 2)"),
+        ({"dtype": "float16"}, (), "dtype float16 (here bfloat16)"),
+        ({"kv_dtype": "fp8"}, (), "kv_dtype fp8 (here bfloat16)"),
+        ({"device": "cpu"}, (), "hardware cpu (here a10g)"),
+        ({"device": "NVIDIA A10"}, (), "hardware NVIDIA A10 (here a10g)"),
+        ({"model": "tiny", "tp": 2}, (), "model tiny (here Goedel-LM/Goedel-Prover-V2-8B), tp 2 (here 4)"),
+    ],
+)
+def test_a_foreign_calibration_is_refused_unless_asked_for(
+    facts: dict[str, Any], overrides: tuple[str, ...], words: str, cli: Cli, tmp_path: Path
+) -> None:
+    """Its pool was taken for that of an 8B model on four cards."""
+    given = ("latency=calibrated", f"latency.path={calibration_file(tmp_path, **facts)}", *overrides)
+    code, out, err = cli(*SMALL[:4], *QUICK, *given)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"paged: latency.path must be a calibration of what is simulated, and it was measured with {words}; "
+        "latency.foreign=true uses it none the less\n"
+    )
+    code, out, _ = cli(*SMALL[:4], *QUICK, *given, "latency.foreign=true")
+    summary = summary_of(folder_of(out))
+    assert code == 0
+    assert f"the calibration is foreign: it was measured with {words}" in summary["notes"]
+    counted = summary_of(folder_of(cli(*SMALL[:4], *QUICK, *overrides)[1]))
+    assert summary["kv_tokens"] == counted["kv_tokens"] != 4096
+    assert not any("pool is that of the runs" in note for note in summary["notes"])
+    assert summary["makespan_s"] == pytest.approx(0.012 * summary["num_steps"])
+
+
+def test_what_a_calibration_does_not_say_is_told(cli: Cli, tmp_path: Path) -> None:
+    path = calibration_file(tmp_path, model=None, device=None)
+    code, out, _ = cli(*SMALL[:4], *QUICK, "latency=calibrated", f"latency.path={path}")
+    summary = summary_of(folder_of(out))
+    assert (code, summary["kv_tokens"]) == (0, 4096)
+    assert "it does not say its model, hardware, so that is taken to be the config's" in summary["notes"][0]
 
 
 def test_files_of_lengths_are_copied_in(cli: Cli, tmp_path: Path) -> None:
@@ -225,6 +276,41 @@ def test_files_of_lengths_are_copied_in(cli: Cli, tmp_path: Path) -> None:
     folder = folder_of(cli(*overrides, *QUICK)[1])
     assert {row["output_tokens"] for row in rows_of(folder / "requests.csv")} == {"7", "9"}
     assert (folder / "inputs" / "lengths.txt").read_text() == "7\n9\n"
+
+
+def test_a_simulation_of_results_is_the_same_from_its_own_copy(cli: Cli, tmp_path: Path) -> None:
+    """Results alone tell neither when the prompts came nor in which order they were asked for."""
+    run = tmp_path / "run"
+    (run / "inputs").mkdir(parents=True)
+    prompts = [
+        {"id": name, "prompt_token_ids": [1, 2], "n": 1, "arrival_s": time} for name, time in (("b", 0), ("a", 9))
+    ]
+    (run / "inputs" / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    done = {"sample": 0, "prompt_token_ids": [1, 2], "finish_reason": "stop"}
+    rows = [{"id": name, "token_ids": [3] * size, **done} for name, size in (("a", 5), ("b", 7))]
+    (run / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for given in (
+        "workload=trace workload.path={}",
+        "workload=poisson workload.num_prompts=20 workload.output=empirical:{}",
+    ):
+        first = folder_of(cli(*given.format(run).split(), *QUICK)[1])
+        again = folder_of(cli(*given.format(first / "inputs" / "results.jsonl").split(), *QUICK)[1])
+        assert (again / "requests.csv").read_bytes() == (first / "requests.csv").read_bytes()
+    arrivals = [
+        float(row["arrival_s"])
+        for row in rows_of(folder_of(cli("workload=trace", f"workload.path={run}", *QUICK)[1]) / "requests.csv")
+    ]
+    assert arrivals == [0, 9]
+
+
+def test_inputs_of_one_name_are_both_copied(cli: Cli, tmp_path: Path) -> None:
+    for name, text in (("prompts", "7\n"), ("outputs", "9\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lengths.txt").write_text(text)
+    lengths = [f"workload.{name}=empirical:{tmp_path / f'{name}s' / 'lengths.txt'}" for name in ("prompt", "output")]
+    inputs = folder_of(cli("workload.num_prompts=2", *lengths, *QUICK)[1]) / "inputs"
+    assert (inputs / "lengths.txt").read_text() == "7\n"
+    assert (inputs / "other" / "lengths.txt").read_text() == "9\n"
 
 
 def test_replay_of_a_real_run(cli: Cli, tmp_path: Path) -> None:
@@ -250,6 +336,99 @@ def test_replay_of_a_real_run(cli: Cli, tmp_path: Path) -> None:
     assert summary_of(folder_of(out))["first_difference"]["step"] == 3
 
 
+@pytest.fixture
+def real(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The folder of a run of the engine."""
+    run = ("run", "device=cpu", "workload.num_prompts=1", "sampling.n=2", "sampling.max_tokens=4")
+    assert main([*run, f"hydra.run.dir={tmp_path / 'real'}"]) == 0
+    capsys.readouterr()
+    return tmp_path / "real"
+
+
+def test_a_replay_predicts_times_with_the_latency_asked_for(cli: Cli, real: Path, tmp_path: Path) -> None:
+    assert summary_of(folder_of(cli(f"replay={real}")[1]))["predicted_step_error"] is None
+    tiny = ("model=tiny", "hardware=cpu", "tp=1")
+    summary = summary_of(folder_of(cli(f"replay={real}", *tiny)[1]))
+    assert summary["predicted_step_error"]["num_steps"] == summary["num_steps"] > 3
+    assert summary["notes"] == []
+    code, out, _ = cli(f"replay={real}", "hardware=h200")
+    (note,) = summary_of(folder_of(out))["notes"]
+    assert code == 0
+    assert note == (
+        "the times predicted are not of this run, but of model Goedel-LM/Goedel-Prover-V2-8B (the run's is tiny), "
+        "tp 4 (the run's is 1), hardware h200 (the run's is cpu)"
+    )
+    assert f"note         {note}" in out
+    same = {"model": "tiny", "tp": 1, "device": "cpu", "numerics": "invariant"}
+    calibrated = ("latency=calibrated", f"latency.path={calibration_file(tmp_path, **same)}")
+    outside, *others = summary_of(folder_of(cli(f"replay={real}", *calibrated)[1]))["notes"]
+    assert "lie outside the calibrated range" in outside
+    assert others == []
+    calibration_file(tmp_path, **{**same, "numerics": "fast"})
+    notes = summary_of(folder_of(cli(f"replay={real}", *calibrated)[1]))["notes"]
+    assert notes[0] == "the times predicted are not of this run, but of numerics fast (the run's is invariant)"
+    code, out, err = cli(f"replay={real}", *calibrated, "model=qwen3_8b")
+    assert (code, out) == (2, "")
+    assert "it was measured with model tiny (here Qwen/Qwen3-8B)" in err
+
+
+def test_a_replay_uses_the_latency_of_an_experiment(cli: Cli, real: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /latency: roofline\n  - override /policy: reserve\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(f"{text}latency: {{host: false}}\nnum_blocks: 7\n")
+    extended = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+    code, out, _ = cli(f"replay={real}", "experiment=mine", extended)
+    summary = summary_of(folder_of(out))
+    assert code == 0
+    assert summary["predicted_step_error"]["num_steps"] == summary["num_steps"]
+    assert "not used of the experiment, because a replay takes it from the run: num_blocks, policy" in summary["notes"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["policy=watermark", "policy=fifo", "num_blocks=5", "workload.seed=3", "seed=1", "memory.activation_gib=2"],
+)
+def test_a_replay_refuses_what_it_has_no_use_for(override: str, cli: Cli, real: Path) -> None:
+    code, out, err = cli(f"replay={real}", override)
+    assert (code, out) == (2, "")
+    key = override.partition("=")[0].partition(".")[0]
+    assert err == (
+        f"paged: {key} must not be given beside replay, which has no use for it; allowed: experiment, latency, model, "
+        "tp, dtype, kv_dtype, hardware\n"
+    )
+
+
+def test_a_replay_without_a_plan_has_nothing_to_compare(cli: Cli, tmp_path: Path) -> None:
+    run = ("run", "device=cpu", "workload=random", "workload.num_prompts=2", "workload.input_len=400", "num_blocks=3")
+    assert main([*run, f"hydra.run.dir={tmp_path / 'refused'}"]) == 2
+    code, _, err = cli(f"replay={tmp_path / 'refused'}")
+    assert code == 2
+    assert err.endswith(
+        "paged: replay has nothing to compare: refused planned no step (0 samples were added to its scheduler)\n"
+    )
+
+
+def test_a_replay_is_no_point_of_a_sweep(cli: Cli) -> None:
+    code, out, err = cli("-m", "replay=a,b")
+    assert (code, out) == (2, "")
+    assert err == "paged: replay must not be given in a sweep: replay one run's folder at a time\n"
+
+
+def test_a_folder_that_cannot_be_replayed_is_told_plainly(cli: Cli, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+        (tmp_path / "sweep" / name / "steps.jsonl").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, reason in {
+        "nowhere": "does not exist",
+        "sweep": "is the folder of a sweep: give one of the folders in it, 0, 1",
+        "empty": "holds no steps.jsonl, which every run leaves",
+    }.items():
+        folder = tmp_path / name
+        code, out, err = cli(f"replay={folder}")
+        assert (code, out, err) == (2, "", f"paged: replay must be the folder of a run: {folder} {reason}\n")
+
+
 def test_refused_requests_are_rows_and_the_others_are_simulated(cli: Cli) -> None:
     mixed = ("workload.prompt={dist: uniform, low: 100, high: 3000}", "workload.num_prompts=20")
     code, out, err = cli(*SMALL, *mixed, *QUICK)
@@ -258,7 +437,7 @@ def test_refused_requests_are_rows_and_the_others_are_simulated(cli: Cli) -> Non
     assert code == 2
     assert 0 < len(refused) < len(rows) == 80
     assert all("can never fit the cache" in row["reason"] for row in refused)
-    assert f"paged: {len(refused)} of 80 requests were refused, the first is a prompt of" in err
+    assert f"paged: {len(refused)} of 80 requests were refused, the first is {refused[0]['id']}: a prompt of" in err
     assert summary_of(folder_of(out))["num_samples"] == 80 - len(refused)
 
 
@@ -272,14 +451,17 @@ def test_a_pool_without_a_block_is_one_sentence(cli: Cli) -> None:
 def test_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = ("num_blocks=null", "tp=1,4", "gpu_memory_utilization=0.5,0.9")
     code, out, err = cli("-m", *SMALL[:4], *cores, *QUICK, "optimize=-tokens_per_s_end_to_end")
-    *table, last = out.splitlines()
+    *table, order, how, last = out.splitlines()
     assert code == 0, "what cannot be is an answer"
-    assert table[0].split()[:3] == ["tp", "gpu_memory_utilization", "tokens_per_s_end_to_end"]
-    rates = [float(line.split()[2].replace(",", "")) for line in table[1:4]]
+    assert table[0].split()[:4] == ["job", "tp", "gpu_memory_utilization", "tokens_per_s_end_to_end"]
+    rates = [float(line.split()[3].replace(",", "")) for line in table[1:4]]
     assert rates == sorted(rates, reverse=True)
-    assert table[4].startswith("1   0.5 ")
+    assert table[4].split()[:3] == ["0", "1", "0.5"]
     assert "no block of the cache fits" in table[4]
     assert len(table) == 5
+    assert order == "best first: the largest tokens_per_s_end_to_end; job is the folder"
+    assert how.startswith("optimize=NAME sorts by another number")
+    assert "paged: job" not in err
     assert {"sweep.csv", "sweep.json", "sweep.png", "0", "3"} <= {path.name for path in Path(last).iterdir()}
     assert summary_of(Path(last) / "0")["feasible"] is False
     assert "Traceback" not in err
@@ -289,15 +471,27 @@ def test_a_sweep_goes_on_after_a_mistake_and_the_table_names_it(cli: Cli) -> Non
     code, out, err = cli("-m", *SMALL, *QUICK, "policy=watermark", "policy.fraction=2,0.1")
     assert code == 2
     assert "job 0: policy.fraction must be" in err
-    assert out.splitlines()[1].startswith("0.1 ")
+    assert out.splitlines()[1].startswith("1    0.1 ")
     assert "policy.fraction must be" in out.splitlines()[2]
+
+
+def test_a_sweep_by_no_number_is_refused_once_and_at_once(cli: Cli) -> None:
+    code, out, err = cli("-m", *SMALL, *QUICK, "num_blocks=100,125", "optimize=throughput")
+    sentence = "optimize must be a number of the summary, not 'throughput'; did you mean -tokens_per_s_end_to_end?"
+    assert (code, out, err) == (2, "", f"paged: {sentence}\n")
+
+
+def test_a_figure_that_is_given_is_not_assumed(cli: Cli) -> None:
+    assumed = summary_of(folder_of(cli(*SMALL, *QUICK, "hardware.memory_bytes_per_s.value=5e11", "tp=8")[1]))["assumed"]
+    assert "memory_bytes_per_s" not in assumed
+    assert {"flops_per_s", "link_bytes_per_s"} <= set(assumed), "the link was measured on 4 cards"
 
 
 def test_refusals_in_a_sweep_are_rows_that_say_why(cli: Cli) -> None:
     code, out, _ = cli("-m", *SMALL[:4], *QUICK, "num_blocks=10,125")
     lines = out.splitlines()
     assert code == 0
-    assert lines[1].startswith("125 ")
+    assert lines[1].startswith("1    125 ")
     assert "24 of 24 requests were refused" in lines[2]
 
 
@@ -308,6 +502,10 @@ def test_refusals_in_a_sweep_are_rows_that_say_why(cli: Cli) -> None:
         (["seeds=0"], "seeds must be a whole number, 1 to 1000, not 0"),
         (["num_blocks=0"], "num_blocks must be a whole number, at least 1, not 0"),
         (["tp=3"], "tp must divide num_attention_heads 32"),
+        (["optimize=ttft"], "optimize must be a number of the summary, not 'ttft'; did you mean ttft_s.mean?"),
+        (["sampling.n=8"], "sim takes no sampling.*; use workload.num_samples"),
+        (["num_prompts=500"], "num_prompts is not a key of this config; did you mean workload.num_prompts?"),
+        (["workload.n=8"], "workload.n is not a key of this config; did you mean workload.num_samples?"),
         (["depht=2"], "depht is not a key of this config; did you mean depth?"),
         (["workload=arithmetic"], "workload must be one that knows its lengths"),
         (
@@ -330,6 +528,8 @@ def test_ctrl_c_keeps_what_there_is(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
             self.requested = True
 
     monkeypatch.setattr(paged.simulate, "InterruptRequest", Pressed)
+    # The first look comes when some requests have ended.
+    monkeypatch.setattr(paged.sim.driver, "_STEPS_PER_LOOK", 2048)
     code, out, err = cli("workload.num_prompts=4", "seeds=2")
     folder = folder_of(out)
     summary = summary_of(folder)

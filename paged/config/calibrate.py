@@ -29,6 +29,7 @@ class CalibratedSchema:
 
     name: str = MISSING
     path: str = field(default=MISSING, metadata={GIVEN: "a calibration.json, or the folder of a calibrate run"})
+    foreign: bool = MISSING
     outside: Outside = MISSING
     host: bool = MISSING
 

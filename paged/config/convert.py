@@ -71,6 +71,19 @@ def conf_folder() -> Path:
     return Path(next(iter(paged.conf.__path__))).resolve()
 
 
+_OTHER_NAMES: Final = {
+    "tensor_parallel_size": "tp",
+    "max_model_len": "max_seq_len",
+    "kv_cache_dtype": "kv_dtype",
+    "max_num_batched_tokens": "max_step_tokens",
+    "workload.n": "workload.num_samples",
+    "n": "num_samples",
+}
+"""What other programs call a key of ours."""
+_INSTEAD: Final = {"sampling.n": ("workload.num_samples",), "sampling.max_tokens": ("workload.cap",)}
+"""What a command without a group of `run` has in place of some of its keys."""
+
+
 def nearest(key: str, known: Iterable[str]) -> str:
     """`did you mean X?` for a misspelt key, or else what there is."""
     names = sorted(known)
@@ -78,11 +91,23 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"
 
 
+def groups_of(command: str) -> list[str]:
+    """The groups that a command's root file chooses from."""
+    root = OmegaConf.load(conf_folder() / f"{command}.yaml")
+    assert isinstance(root, DictConfig)
+    chosen = [entry for entry in root.defaults if isinstance(entry, DictConfig)]
+    return [str(group) for entry in chosen for group in entry if group != "hydra"]
+
+
 def known_keys(command: str) -> list[str]:
     """Every key that some config of the command has, dotted."""
+    return _root(command).keys()
+
+
+def _root(command: str) -> Root:
     root = importlib.import_module(f"paged.config.{command}").ROOT
     assert isinstance(root, Root)
-    return root.keys()
+    return root
 
 
 def hydra_sentence(error: Exception, command: str) -> str:
@@ -111,8 +136,16 @@ def hydra_sentence(error: Exception, command: str) -> str:
             return f"{key} is not a key of the {key.partition('.')[0]} that is chosen; see --cfg job"
         if key.startswith("hydra"):
             return f"{key} is not a key of Hydra's config; see --cfg hydra"
-        parent = key.rpartition(".")[0]
-        siblings = [name for name in known if name.rpartition(".")[0] == parent]
+        root = key.rpartition(".")[0]
+        group = key.partition(".")[0]
+        if group in _root("run").groups and group not in known:
+            return _not_taken(key, command)
+        # The key of another program, or one that is a level further down.
+        meant = {key, _OTHER_NAMES.get(key, key)}
+        deeper = [name for name in known if name in meant or (not root and name.rpartition(".")[2] in meant)]
+        if deeper:
+            return f"{key} is not a key of this config; did you mean {' or '.join(deeper[:3])}?"
+        siblings = [name for name in known if name.rpartition(".")[0] == root]
         if not siblings:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             siblings = near or [name for name in known if "." not in name]
@@ -123,6 +156,19 @@ def hydra_sentence(error: Exception, command: str) -> str:
     if first.startswith("Error merging override") and error.__cause__ is not None:
         return f"{first}: {_first_line(error.__cause__)}"
     return first
+
+
+def _groups_of_run() -> Iterable[str]:
+    root = importlib.import_module("paged.config.run").ROOT
+    assert isinstance(root, Root)
+    return root.groups
+
+
+def _not_taken(key: str, command: str) -> str:
+    """A sentence for a key of a group that `run` has and `command` has not."""
+    group, known = key.partition(".")[0], known_keys(command)
+    use = [name for name in _INSTEAD.get(key, ()) if name in known]
+    return f"{command} takes no {group}{'.*' if '.' in key else ''}{f'; use {use[0]}' if use else ''}"
 
 
 def _dotted(schema: type, prefix: str) -> Iterator[str]:
@@ -165,6 +211,9 @@ def _convert(schema: type, values: Mapping[str, Any], prefix: str, others: tuple
             raise UserError(f"{prefix}{key} is not a key of this config; {nearest(str(key), (*hints, *others))}")
         inner = _inner(hints[key])
         if inner is not None and not (value is None and isinstance(hints[key], UnionType)):
+            if not isinstance(value, dict) and "value" in typing.get_type_hints(inner):
+                write = f"write {prefix}{key}.value={_shown(value)}"
+                raise UserError(f"{prefix}{key} must hold keys and values, not {_shown(value)}; {write}")
             target[key] = _convert(inner, _group(values, key, prefix), f"{prefix}{key}.")
         elif value != MISSING:
             try:

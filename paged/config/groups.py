@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, open_dict
 
 from paged.config.convert import GIVEN, nearest
 from paged.core.hardware import AllReduceTable, Figure, Hardware
 from paged.core.memory import Deployment
 from paged.core.model_spec import CONFIG_FIELDS, ModelSpec
-from paged.core.policy import Fifo, Policy, Reserve, Watermark
+from paged.core.policy import Fifo, Forecast, Policy, Reserve, Watermark
 from paged.core.sharding import check_tp
 from paged.model.locate import find_model
 from paged.outcome import InfeasibleError
 
 if TYPE_CHECKING:
     from paged.sim.latency import LatencyModel
+
+GIVEN_SOURCE: Final = "given on the command line"
+"""Who says a figure that an override replaces."""
 
 # The schemas are mutable because a frozen one refuses Hydra's overrides. Values live in the YAML files alone.
 
@@ -83,13 +88,14 @@ class FigureSchema:
     value: float = MISSING
     source: str = MISSING
     assumed: bool = MISSING
+    cards: int | None = None
 
     def build(self, key: str, *, zero: bool = False) -> Figure:
         """The figure; raises ``ValueError`` for one that is not above 0 (or 0, if that is allowed)."""
         if not (0 if zero else math.ulp(0)) <= self.value < math.inf:
             allowed = "at least 0" if zero else "above 0"
             raise ValueError(f"hardware.{key}.value must be {allowed}, not {self.value}")
-        return Figure(self.value, self.source, self.assumed)
+        return Figure(self.value, self.source, self.assumed, self.cards)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,6 +153,30 @@ class HardwareSchema:
         )
 
 
+def given_keys(overrides: Sequence[str]) -> set[str]:
+    """The dotted keys that overrides set, those inside a mapping included."""
+    keys = set()
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        keys |= {key, *(f"{key}.{inner}" for inner in re.findall(r"[{,]\s*(\w+)\s*:", value))}
+    return keys
+
+
+def with_given_sources(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """A copy of a config in which a figure of the hardware that `overrides` replace no longer has its old source."""
+    keys, marked = given_keys(overrides), copy.deepcopy(cfg)
+    hardware = marked.get("hardware")
+    for name, figure in hardware.items() if isinstance(hardware, DictConfig) else ():
+        key = f"hardware.{name!s}"
+        replaced = any(each == f"{key}.value" or each.startswith(f"{key}.value.") for each in keys)
+        if isinstance(figure, DictConfig) and replaced and f"{key}.source" not in keys:
+            figure.source = GIVEN_SOURCE
+            figure.assumed = figure.assumed if f"{key}.assumed" in keys else False
+            with open_dict(figure):
+                figure.pop("cards", None)
+    return marked
+
+
 @dataclass(slots=True, kw_only=True)
 class NumericsSchema:
     """An entry of the group `numerics`; neither has constants to choose yet."""
@@ -154,38 +184,55 @@ class NumericsSchema:
     name: str = MISSING
 
 
+class Victim(Enum):
+    """Whom a policy preempts; `Policy` says what the words mean."""
+
+    youngest = "youngest"
+    least_computed = "least_computed"
+    most_blocks = "most_blocks"
+
+
 @dataclass(slots=True, kw_only=True)
 class FifoSchema:
-    """`policy=fifo`."""
+    """`policy=fifo`, and what all policies have."""
 
     name: str = MISSING
+    victim: Victim = MISSING
 
     def build(self) -> Policy:
-        """The policy object."""
-        return Fifo()
+        """The policy object; raises ``ValueError`` for a number out of range."""
+        return Fifo(victim=self.victim.value)
 
 
 @dataclass(slots=True, kw_only=True)
-class WatermarkSchema:
+class WatermarkSchema(FifoSchema):
     """`policy=watermark`."""
 
-    name: str = MISSING
     fraction: float = MISSING
 
     def build(self) -> Policy:
         """The policy object; raises ``ValueError`` for a fraction out of range."""
-        return Watermark(fraction=self.fraction)
+        return Watermark(fraction=self.fraction, victim=self.victim.value)
 
 
 @dataclass(slots=True, kw_only=True)
-class ReserveSchema:
+class ReserveSchema(FifoSchema):
     """`policy=reserve`."""
-
-    name: str = MISSING
 
     def build(self) -> Policy:
         """The policy object."""
-        return Reserve()
+        return Reserve(victim=self.victim.value)
+
+
+@dataclass(slots=True, kw_only=True)
+class ForecastSchema(FifoSchema):
+    """`policy=forecast`."""
+
+    risk: float = MISSING
+
+    def build(self) -> Policy:
+        """The policy object; raises ``ValueError`` for a risk out of range."""
+        return Forecast(risk=self.risk, victim=self.victim.value)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,6 +353,27 @@ class RooflineSchema:
         )
 
 
+@dataclass(slots=True, kw_only=True)
+class ConstantSchema:
+    """`latency=constant`."""
+
+    name: str = MISSING
+    seconds: float = MISSING
+
+    def build(self, deployment: Deployment) -> LatencyModel:
+        """The latency model, the same for every deployment; raises ``ValueError`` for seconds out of range."""
+        from paged.sim.latency import Constant
+
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"latency.seconds must be above 0, not {self.seconds}")
+        return Constant(self.seconds)
+
+
 NUMERICS: Final[Mapping[str, type]] = {"invariant": NumericsSchema, "fast": NumericsSchema}
-POLICIES: Final[Mapping[str, type]] = {"fifo": FifoSchema, "watermark": WatermarkSchema, "reserve": ReserveSchema}
-LATENCIES: Final[Mapping[str, type]] = {"roofline": RooflineSchema}
+POLICIES: Final[Mapping[str, type]] = {
+    "fifo": FifoSchema,
+    "watermark": WatermarkSchema,
+    "reserve": ReserveSchema,
+    "forecast": ForecastSchema,
+}
+LATENCIES: Final[Mapping[str, type]] = {"roofline": RooflineSchema, "constant": ConstantSchema}

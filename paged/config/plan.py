@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from omegaconf import MISSING, DictConfig
 
 from paged.config.convert import Root
-from paged.config.groups import DeploymentSchema, HardwareSchema, MemorySchema, ModelSchema
+from paged.config.groups import (
+    DeploymentSchema,
+    HardwareSchema,
+    MemorySchema,
+    ModelSchema,
+    given_keys,
+    with_given_sources,
+)
 from paged.core.memory import Deployment
 from paged.outcome import UserError
 
@@ -39,6 +47,7 @@ class PlanConfig:
         caps: lengths in tokens of which the plan says how many sequences fit.
         batches, contexts: of the table of decode steps.
         link_latencies_us: of the link, for the table; None takes the hardware's.
+        given: dotted keys that were given on the command line.
     """
 
     model: str
@@ -47,15 +56,16 @@ class PlanConfig:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     link_latencies_us: tuple[float, ...] | None
+    given: frozenset[str]
 
 
-def plan_config(cfg: DictConfig) -> PlanConfig:
-    """The frozen objects that a composed `plan` config describes.
+def plan_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> PlanConfig:
+    """The frozen objects that a composed `plan` config describes, some of it by `overrides`.
 
     Raises:
         UserError: naming the key and what is allowed; InfeasibleError if only the combination is impossible.
     """
-    scalars, groups = ROOT.read(cfg)
+    scalars, groups = ROOT.read(with_given_sources(cfg, overrides))
     for key in ("caps", "batches", "contexts"):
         for value in getattr(scalars, key):
             if value < 1:
@@ -77,4 +87,5 @@ def plan_config(cfg: DictConfig) -> PlanConfig:
         batches=tuple(scalars.batches),
         contexts=tuple(scalars.contexts),
         link_latencies_us=None if latencies is None else tuple(latencies),
+        given=frozenset(given_keys(overrides)),
     )

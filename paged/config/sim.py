@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from paged.config.convert import Root
 from paged.config.groups import (
     LATENCIES,
     POLICIES,
+    ConstantSchema,
     DeploymentSchema,
     HardwareSchema,
     MemorySchema,
@@ -24,14 +26,17 @@ from paged.core.memory import GIB, Deployment
 from paged.core.policy import Policy
 from paged.core.scheduler import SchedulerConfig
 from paged.outcome import InfeasibleError, UserError
-from paged.sim.calibration import CALIBRATION_FILE, Calibrated, Calibration
+from paged.run_facts import differences, model_name
+from paged.sim.calibration import CALIBRATION_FILE, Calibrated, Calibration, Provenance
 from paged.sim.latency import LatencyModel
 from paged.sim.report import SCALARS
 from paged.sim.sweep import Goal
-from paged.workload.job import Workload
-from paged.workload.lengths import Empirical
-from paged.workload.prompts import PromptsWorkload
-from paged.workload.trace import TraceWorkload
+from paged.workload.job import InputFiles, Workload
+
+PREDICTED_KEYS: Final = ("model", "tp", "dtype", "kv_dtype", "hardware")
+"""What step times hang on, beside `latency` itself."""
+REPLAY_KEYS: Final = ("replay", "experiment", "latency", *PREDICTED_KEYS)
+"""What a replay has a use for: all else it takes from the run."""
 
 _MOST_SEEDS: Final = 1000
 
@@ -93,7 +98,6 @@ class SimConfig:
         policy: what the scheduler decides by.
         latency: where step times come from; a calibration has not been read.
         workload: what arrives, with its seed.
-        goal: what a sweep is sorted by.
         replay: a run's folder whose plans are to be compared instead of simulating the workload.
     """
 
@@ -102,23 +106,47 @@ class SimConfig:
     deployment: Deployment
     scalars: SimSchema
     policy: Policy
-    latency: RooflineSchema | CalibratedSchema
+    latency: RooflineSchema | ConstantSchema | CalibratedSchema
     workload: Workload
-    goal: Goal
     replay: Path | None
 
     @property
-    def inputs(self) -> list[Path]:
+    def inputs(self) -> list[InputFiles]:
         """The files that the simulation reads."""
-        found = []
-        if isinstance(self.workload, TraceWorkload | PromptsWorkload):
-            found.append(_file_in(self.workload.path, "results.jsonl"))
-        for name in ("prompt", "output"):
-            if isinstance(lengths := getattr(self.workload, name, None), Empirical) and lengths.path is not None:
-                found.append(_file_in(lengths.path, "results.jsonl"))
+        found = self.workload.input_files()
         if isinstance(self.latency, CalibratedSchema):
-            found.append(_file_in(Path(self.latency.path).expanduser(), CALIBRATION_FILE))
+            path = _file_in(Path(self.latency.path).expanduser(), CALIBRATION_FILE)
+            found.append({path.name: path})
         return found
+
+    def facts(self) -> dict[str, Any]:
+        """What is simulated, by the keys that a run's folder or a calibration tells the same with."""
+        return {
+            "model": model_name(self.model),
+            "tp": self.deployment.tp,
+            "dtype": self.deployment.dtype,
+            "kv_dtype": self.deployment.kv_dtype,
+            "hardware": self.deployment.hardware.name,
+        }
+
+    def foreign_notes(self, measured: Provenance, keys: Collection[str] = PREDICTED_KEYS) -> list[str]:
+        """What to say of a calibration that was measured with other values of some keys than the config's.
+
+        Raises:
+            UserError: there is such a key, and `latency.foreign` does not allow it.
+        """
+        assert isinstance(self.latency, CalibratedSchema)
+        here = {key: value for key, value in self.facts().items() if key in keys}
+        found = differences(provenance_facts(measured), here)
+        if not found:
+            return []
+        words = ", ".join(f"{key} {found[key][0]} (here {found[key][1]})" for key in here if key in found)
+        if not self.latency.foreign:
+            raise UserError(
+                f"latency.path must be a calibration of what is simulated, and it was measured with {words}; "
+                "latency.foreign=true uses it none the less"
+            )
+        return [f"the calibration is foreign: it was measured with {words}"]
 
     def setting(self) -> Setting:
         """The scheduler's limits and the latency model; reads the calibration, if there is one.
@@ -128,15 +156,21 @@ class SimConfig:
         """
         num_blocks, notes = self.scalars.num_blocks, []
         try:
-            if isinstance(self.latency, RooflineSchema):
+            if not isinstance(self.latency, CalibratedSchema):
                 latency = self.latency.build(self.deployment)
             else:
                 calibration = self.latency.load()
                 latency = Calibrated(calibration, self.latency.outside.value, host=self.latency.host)
-                notes += _differences(calibration, self.model, self.deployment)
-                if num_blocks is None:
-                    num_blocks = calibration.memory.kv_tokens // self.deployment.block_size
-                    notes.append(f"the pool is that of the runs measured: {calibration.memory.kv_tokens:,} tokens")
+                notes.append(_measured(calibration))
+                foreign = self.foreign_notes(calibration.provenance)
+                notes += foreign
+                if num_blocks is None and not foreign:
+                    num_tokens = calibration.memory.kv_tokens
+                    num_blocks = num_tokens // self.deployment.block_size
+                    notes.append(
+                        f"the pool is that of the runs measured, {num_tokens:,} tokens, whatever "
+                        "gpu_memory_utilization and memory say"
+                    )
             if num_blocks is None:
                 num_blocks = self.deployment.pool().num_blocks
                 if num_blocks < 1:
@@ -169,6 +203,7 @@ def sim_config(cfg: DictConfig) -> SimConfig:
     if not 1 <= scalars.seeds <= _MOST_SEEDS:
         raise UserError(f"seeds must be a whole number, 1 to {_MOST_SEEDS}, not {scalars.seeds}")
     try:
+        Goal.parse(scalars.optimize, SCALARS)
         return SimConfig(
             title=_title(scalars, groups),
             model=groups["model"].path,
@@ -177,7 +212,6 @@ def sim_config(cfg: DictConfig) -> SimConfig:
             policy=groups["policy"].build(),
             latency=groups["latency"],
             workload=groups["workload"].build(),
-            goal=Goal.parse(scalars.optimize, SCALARS),
             replay=None if scalars.replay is None else Path(scalars.replay).expanduser(),
         )
     except UserError:
@@ -195,22 +229,22 @@ def _file_in(path: Path, name: str) -> Path:
     return path / name if path.is_dir() else path
 
 
-def _differences(calibration: Calibration, model: str, deployment: Deployment) -> list[str]:
-    """A note for everything that was different when the calibration's runs were measured."""
-    measured = calibration.provenance
-    # The way to a folder is a machine's own.
-    name = Path(model).name if Path(model).expanduser().is_dir() else model
-    pairs = {
-        "model": (measured.model, name),
-        "tp": (measured.tp, deployment.tp),
-        "dtype": (measured.dtype, deployment.dtype),
-        "kv_dtype": (measured.kv_dtype, deployment.kv_dtype),
-    }
-    return [
-        f"the calibration was measured with {key} {then}, not {now}"
-        for key, (then, now) in pairs.items()
-        if then is not None and then != now
-    ]
+def provenance_facts(measured: Provenance) -> dict[str, Any]:
+    """What was measured, by the keys of the config."""
+    return {**asdict(measured), "hardware": measured.device}
+
+
+def _measured(calibration: Calibration) -> str:
+    """Whose step times a calibration has, in a note."""
+    facts = provenance_facts(calibration.provenance)
+    known = [f"{key} {facts[key]}" for key in ("numerics", "hardware") if facts[key] is not None]
+    error = calibration.held_out.get("all")
+    if error is not None and error.num_steps:
+        known.append(f"held-out steps off by {error.p50:.1%} in the median")
+    unknown = [key for key in PREDICTED_KEYS if facts[key] is None]
+    if unknown:
+        known.append(f"it does not say its {', '.join(unknown)}, so that is taken to be the config's")
+    return f"step times are those of {calibration.name}: {'; '.join(known)}"
 
 
 def _why_no_pool(deployment: Deployment) -> str:

@@ -18,6 +18,7 @@ from paged.workload.job import MAX_JOBS, MAX_LENGTH, MAX_SECONDS, SizedWorkload,
 from paged.workload.lengths import KEYS, lengths_from
 from paged.workload.prompts import PromptsWorkload
 from paged.workload.synthetic import (
+    BillWorkload,
     LongWorkload,
     NanoWorkload,
     ProverWorkload,
@@ -73,6 +74,22 @@ class RandomSchema:
         return RandomWorkload(
             num_prompts=self.num_prompts, input_len=self.input_len, output_len=self.output_len, seed=self.seed
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class BillSchema:
+    """`workload=bill`."""
+
+    name: str = MISSING
+    num_prompts: int = MISSING
+    interval_s: float = MISSING
+
+    def build(self) -> BillWorkload:
+        """The typed workload; raises ``ValueError`` for an impossible number."""
+        _check_counts(self, "num_prompts")
+        if not 0 <= self.interval_s <= MAX_SECONDS:
+            raise ValueError(f"workload.interval_s must be between 0 and {MAX_SECONDS:g}, not {self.interval_s}")
+        return BillWorkload(num_prompts=self.num_prompts, interval_s=self.interval_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,6 +239,7 @@ WORKLOADS: Final[Mapping[str, type]] = {
     "prompts": PromptsSchema,
     "random": RandomSchema,
     "nano": NanoSchema,
+    "bill": BillSchema,
     "prover": ProverSchema,
     "long": LongSchema,
     "rollout": RolloutSchema,

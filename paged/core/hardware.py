@@ -14,11 +14,17 @@ class Figure:
         value: the number, in the unit that its name ends with.
         source: who says so.
         assumed: nobody measured it on this hardware; what a datasheet says is an assumption, too.
+        cards: of a link, how many cards it was measured with; None where that makes no difference.
     """
 
     value: float
     source: str
     assumed: bool
+    cards: int | None = None
+
+    def is_assumed(self, tp: int) -> bool:
+        """Whether it is an assumption for ``tp`` cards: more than were measured."""
+        return self.assumed or (self.cards is not None and tp > self.cards)
 
 
 @dataclass(frozen=True, slots=True)

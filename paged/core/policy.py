@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Final, NamedTuple
 
-from paged.core.lengths import LengthHistory
+from paged.core.blocks import BlockPool
+from paged.core.lengths import BOUNDS, Hazard, LengthHistory, span_of
 from paged.core.sequence import Sequence
 
 
@@ -22,15 +26,25 @@ class Load:
 
     Attributes:
         running: sequences that hold blocks, oldest first.
-        num_blocks: blocks in the pool.
+        pool: whose blocks they are.
         block_size: tokens in a block.
         lengths: how long the samples turned out that finished so far.
     """
 
     running: Seq[Sequence]
-    num_blocks: int
+    pool: BlockPool
     block_size: int
     lengths: LengthHistory
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.pool.num_blocks
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of it that running sequences hold, shared ones counted once."""
+        return self.pool.num_used
 
 
 def _youngest(candidates: Seq[Sequence]) -> Sequence:
@@ -121,3 +135,124 @@ class Reserve(Policy):
     def blocks_kept_free(self, sequence: Sequence, load: Load) -> int:
         """What those running have reserved and not taken yet."""
         return sum(max(0, self.blocks_to_admit(other, load) - len(other.blocks)) for other in load.running)
+
+
+_NORMAL: Final = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast(Policy):
+    """Admits a sequence if the chance that it will have to yield is at most ``risk``.
+
+    The youngest yields, so the question is whether the pool will hold the newcomer and those before it until the
+    newcomer ends. Each sequence grows by a token a step, until a step that nobody knows; how likely it is to stop at
+    each length, the ``LengthHistory`` tells. What those running hold at some step to come is then a sum of
+    independent numbers of known mean and variance, and nearly normal. Blocks that running sequences share count once:
+    each sequence is taken to hold its even part of them.
+
+    Attributes:
+        risk: accepted chance that a newcomer is preempted before it ends, above 0 and below 1. A small one computes
+            little twice and leaves room unused; where prefill is cheap beside decoding, a larger one is faster.
+    """
+
+    risk: float = 0.1
+
+    def __post_init__(self) -> None:
+        # The bare super() would look for the class that slots=True has replaced.
+        super(Forecast, self).__post_init__()
+        if not 0 < self.risk < 1:
+            raise ValueError(f"policy.risk must be above 0 and below 1, not {self.risk!r}")
+
+    def blocks_kept_free(self, sequence: Sequence, load: Load) -> int:
+        """Blocks by which all that runs may grow before ``sequence`` ends, as many as ``risk`` asks for."""
+        if not load.running:
+            return 0
+        hazard, groups = _look(sequence, load)
+        block_size, num_used, output = load.block_size, load.num_used, sequence.num_output
+        end = _last_step(sequence.request.max_tokens - output, block_size)
+        # The sum is smooth but where a group reaches its bound: a look at each doubling finds its peak.
+        times = {block_size << power for power in range((end // block_size).bit_length())}
+        times.update(group.last for group in groups)
+        times.add(end)
+        times.discard(0)
+        passed = hazard.up_to(output)
+        margin = 0.0
+        for time in sorted(times):
+            # To yield, the newcomer must still run, and the pool have been full: the product is to be the risk.
+            chance = self.risk / math.exp(passed - hazard.up_to(output + time))
+            if time > end or chance >= 1:
+                break
+            grown = time / block_size
+            growth = most = grown - num_used
+            variance = 0.0
+            for number, mean, before, blocks, last in groups:
+                if time <= last:
+                    lives = math.exp(before - hazard.up_to(mean + time))
+                    blocks += number * grown
+                    most += blocks
+                    growth += lives * blocks
+                    variance += lives * (1 - lives) * blocks * blocks / number
+            # A sum that wanders has been above its level at some moment about twice as often as it is at the last one.
+            quantile = growth - _NORMAL.inv_cdf(chance / 2) * math.sqrt(variance)
+            margin = max(margin, min(quantile, most))
+        return math.ceil(margin)
+
+
+class _Group(NamedTuple):
+    """Running sequences that have come about as far, and may come about as far.
+
+    Attributes:
+        number: how many.
+        output: output tokens of each, on average.
+        hazard: of all tokens before these.
+        blocks: that they hold together, their part of shared ones included.
+        last: steps from now after which none of them is left, a multiple of the block size.
+    """
+
+    number: int
+    output: float
+    hazard: float
+    blocks: float
+    last: int
+
+
+def _look(sequence: Sequence, load: Load) -> tuple[Hazard, list[_Group]]:
+    """What lengths are to be expected, and those that run, in few groups."""
+    counts, tokens = [0] * len(BOUNDS), [0] * len(BOUNDS)
+    output, longest = sequence.num_output, sequence.request.max_tokens
+    span = span_of(output)
+    counts[span], tokens[span] = 1, output
+    sums: dict[tuple[int, int], list[int]] = {}
+    num_held = 0
+    for other in load.running:
+        output, held, most = other.num_output, len(other.blocks), other.request.max_tokens
+        if most > longest:
+            longest = most
+        left = most - output
+        span = bisect_right(BOUNDS, output) - 1
+        counts[span] += 1
+        tokens[span] += output
+        num_held += held
+        key = span, bisect_right(BOUNDS, left)
+        group = sums.get(key)
+        if group is None:
+            sums[key] = [1, output, held, left]
+        else:
+            group[0] += 1
+            group[1] += output
+            group[2] += held
+            if left > group[3]:
+                group[3] = left
+    hazard = load.lengths.hazard(counts, tokens, longest)
+    num_shared = (num_held - load.num_used) / len(load.running)
+    groups = []
+    for number, output, held, left in sums.values():
+        mean = output / number
+        last = _last_step(left, load.block_size)
+        groups.append(_Group(number, mean, hazard.up_to(mean), held - number * num_shared, last))
+    return hazard, groups
+
+
+def _last_step(num_left: int, block_size: int) -> int:
+    """Steps, in whole blocks, in which a sequence that may have ``num_left`` more tokens can still grow."""
+    return num_blocks_for(num_left - 1, block_size) * block_size

@@ -18,6 +18,9 @@ class PrefixReuse:
         pool: where blocks are published and looked up.
         block_size: tokens in a block.
         is_enabled: whether anything is reused at all.
+
+    Attributes:
+        num_unled: keys that have lost their leader so far; while it stands still, whoever waits for one waits on.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, is_enabled: bool) -> None:
@@ -26,6 +29,7 @@ class PrefixReuse:
         self._block_size = block_size
         self._salt = _salt_of(weight_version=0)
         self._leaders: dict[Key, Sequence] = {}
+        self.num_unled = 0
 
     def match(self, sequence: Sequence) -> list[int] | None:
         """Published blocks that ``sequence`` can adopt, or None if it waits for a leader to compute the next one.
@@ -44,13 +48,13 @@ class PrefixReuse:
             return []
         lookup = self._pool.lookup
         adopted: list[int] = []
-        for index in range((sequence.num_committed - 1) // block_size):
+        limit = (sequence.num_committed - 1) // block_size
+        for index in range(limit):
             key = sequence.keys[index]
             block = lookup(key)
             if block is None:
                 if key in leaders:
                     # Wait for the last of the blocks to come, so that the way there is not walked at every step.
-                    limit = (sequence.num_committed - 1) // block_size
                     awaited = list(takewhile(leaders.__contains__, sequence.keys[index:limit]))
                     sequence.waits_for = awaited[-1]
                     return None
@@ -82,6 +86,7 @@ class PrefixReuse:
             for key in keys:
                 if leaders.get(key) is sequence:
                     del leaders[key]
+                    self.num_unled += 1
         sequence.num_published = full
         sequence.publish_at = (full + 1) * self._block_size
 
@@ -92,11 +97,12 @@ class PrefixReuse:
             for key in sequence.keys[sequence.num_published :]:
                 if leaders.get(key) is sequence:
                     del leaders[key]
+                    self.num_unled += 1
 
     def forget(self, weight_version: int) -> None:
         """Let nothing computed so far be found again; keys made from now on are those of other weights.
 
-        Sequences must be given up their keys by the caller.
+        The caller takes from the sequences the keys that they have.
         """
         self._salt = _salt_of(weight_version)
         self._pool.forget()

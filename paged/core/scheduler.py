@@ -151,8 +151,12 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._live: dict[str, dict[int, Sequence]] = {}
         self._reuse = PrefixReuse(self.pool, config.block_size, config.prefix_reuse)
-        self._load = Load(self._running, config.num_blocks, config.block_size, LengthHistory())
+        self._load = Load(self._running, self.pool, config.block_size, LengthHistory())
         self._steady: SteadyDecode | None = None
+        # Where everybody who waits follows a leader: how many keys had lost theirs then. -1 once the queue has changed.
+        self._all_follow_at = -1
+        # Whom the policy has refused, and with how many blocks to adopt; None once somebody has left since.
+        self._refused: tuple[Sequence, int] | None = None
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._preempted: list[tuple[str, int]] = []
@@ -208,6 +212,7 @@ class Scheduler:
             self._check_request(request)
         if len({request.key for request in batch}) < len(batch):
             raise ValueError(f"id {batch[0].id!r} is given twice for the same sample")
+        self._all_follow_at = -1
         for request in batch:
             sequence = Sequence(request)
             self.counters.num_added += 1
@@ -363,6 +368,7 @@ class Scheduler:
         for sequence in self._waiting:
             sequence.keys = []
             sequence.waits_for = None
+        self._all_follow_at = -1
         self._reuse.forget(self.weight_version)
 
     # Planning
@@ -550,6 +556,8 @@ class Scheduler:
         A sequence whose prefix a running leader is computing lets those behind it pass until that is done.
         """
         pool, policy, load = self.pool, self.policy, self._load
+        if self._all_follow_at == self._reuse.num_unled:
+            return
         passed: list[Sequence] = []
         try:
             while self._waiting and draft.budget and self._free_slots:
@@ -563,12 +571,18 @@ class Scheduler:
                 available = pool.num_free - sum(1 for block in adopted if pool.references[block] == 0)
                 if num_blocks_for(sequence.num_tokens, load.block_size) - len(adopted) > available:
                     break
+                # Until somebody leaves, the policy would see the same sequences with more blocks.
+                if self._refused == (sequence, len(adopted)):
+                    break
                 self._settle()
                 margin = policy.blocks_kept_free(sequence, load) if self._running else 0
                 if policy.blocks_to_admit(sequence, load) - len(adopted) + margin > available:
+                    self._refused = sequence, len(adopted)
                     break
                 self._waiting.popleft()
                 self._start(sequence, adopted, draft)
+            if not self._waiting:
+                self._all_follow_at = self._reuse.num_unled
         finally:
             # Also when a policy raises: nobody may fall out of the queue.
             self._waiting.extendleft(reversed(passed))
@@ -608,6 +622,7 @@ class Scheduler:
     def _evict(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue's front with its tokens, without its blocks."""
         self._leave(sequence)
+        self._all_follow_at = -1
         sequence.status = Status.WAITING
         sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
         self._waiting.appendleft(sequence)
@@ -618,6 +633,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self._waiting.remove(sequence)
+            self._all_follow_at = -1
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         request = sequence.request
@@ -631,12 +647,13 @@ class Scheduler:
         counters.output_tokens += sequence.num_output
         counters.minimal_forward_tokens += sequence.num_committed - 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._load.lengths.add(sequence.num_output)
+            self._load.lengths.add(sequence.num_output, reason is FinishReason.STOP)
         return Finished(request, reason, sequence.num_output, sequence.num_preemptions, sequence.num_cached_tokens)
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back the blocks and the slot of a running sequence."""
         self._end_steady()
+        self._refused = None
         self._running.remove(sequence)
         self.pool.free(sequence.blocks)
         sequence.blocks = []

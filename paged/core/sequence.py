@@ -100,11 +100,6 @@ class Sequence:
         """Tokens of the prompt and of the committed output."""
         return self.num_prompt + self.num_output
 
-    @property
-    def knows_output(self) -> bool:
-        """Whether the committed output's tokens are known, and not only their number."""
-        return len(self.output_ids) == self.num_output
-
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.id!r}, sample={self.request.sample}, {self.status.value}, "

@@ -21,7 +21,7 @@ import random
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from paged.workload.job import SIZED, Job
+from paged.workload.job import SIZED, InputFiles, Job
 
 MAX_OPERATORS: Final = 20
 MAX_TEXT_LENGTH: Final = 900
@@ -48,6 +48,10 @@ class ArithmeticWorkload:
 
     num_prompts: int
     seed: int
+
+    def input_files(self) -> list[InputFiles]:
+        """None."""
+        return []
 
     def jobs(self) -> list[Job]:
         """Always a ``ValueError``: the answers are as long as the model makes them."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from paged.core.prompt import AnyPrompt, HashedPrompt, OpaquePrompt
@@ -17,7 +18,7 @@ MAX_JOBS: Final = 10_000_000
 """Most jobs of a workload."""
 MAX_SECONDS: Final = 1e9
 """Latest time of arrival."""
-SIZED: Final = ("nano", "prover", "long", "rollout", "poisson", "gamma", "trace", "random")
+SIZED: Final = ("bill", "nano", "prover", "long", "rollout", "poisson", "gamma", "trace", "random")
 """Names of the workloads that always know their lengths."""
 
 
@@ -42,8 +43,15 @@ class Job:
     seed: int | None = None
 
 
+InputFiles = Mapping[str, Path]
+"""Files that are read together: each by its place from the folder of the first. Copies must keep these places."""
+
+
 class Workload(Protocol):
     """What arrives. Whatever is random in it follows from its own seed, in every process and on every machine."""
+
+    def input_files(self) -> list[InputFiles]:
+        """The files that `jobs` reads, as they lie beside each other."""
 
     def jobs(self) -> list[Job]:
         """All jobs by time of arrival.
@@ -59,6 +67,10 @@ class SizedWorkload(ABC):
     __slots__ = ()
 
     seed: int
+
+    def input_files(self) -> list[InputFiles]:
+        """No files, unless the workload says otherwise."""
+        return []
 
     @abstractmethod
     def jobs(self) -> list[Job]:

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from paged.workload.job import MAX_LENGTH
-from paged.workload.trace import read_lengths
+from paged.workload.job import MAX_LENGTH, InputFiles
+from paged.workload.trace import read_lengths, trace_files
 
 Sampler = Callable[[random.Random], int]
 
 
-class Lengths(Protocol):
+class Lengths(ABC):
     """A distribution of whole numbers of tokens, from 1 to `MAX_LENGTH`."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def sampler(self) -> Sampler:
         """Draws a length from the generator it is given; raises ``ValueError`` if a file it needs is unusable."""
 
+    def input_files(self) -> list[InputFiles]:
+        """The files that `sampler` reads."""
+        return []
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
+class Fixed(Lengths):
     """Always the same length, in tokens."""
 
     length: int
@@ -38,7 +46,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Uniform:
+class Uniform(Lengths):
     """Every length from `low` to `high` tokens alike."""
 
     low: int
@@ -53,10 +61,10 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogNormal:
+class LogNormal(Lengths):
     """Lengths whose logarithm is normal: half below `median` tokens, and the larger `sigma`, the longer the tail.
 
-    Rounded down, then moved into `low` to `high`.
+    Rounded down, then moved into `low` to `high`; `low` is at most the median.
     """
 
     median: float
@@ -68,6 +76,7 @@ class LogNormal:
         _check_number("median", self.median, 0.0, MAX_LENGTH, open_low=True)
         _check_number("sigma", self.sigma, 0.0, 10.0)
         _check_bounds(self.low, self.high)
+        _check_median(self.median, self.low)
 
     def sampler(self) -> Sampler:
         """One log-normal number a draw."""
@@ -76,11 +85,11 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pareto:
+class Pareto(Lengths):
     """Lengths of at least `scale` tokens, of which a share of `(scale / x) ** alpha` exceeds x.
 
-    Rounded down, then moved into `low` to `high`. The mean is `scale * alpha / (alpha - 1)`, infinite for an alpha of
-    1 or less.
+    Rounded down, then moved into `low` to `high`; `low` is at most the median. The mean is
+    `scale * alpha / (alpha - 1)`, infinite for an alpha of 1 or less.
     """
 
     scale: float
@@ -92,6 +101,7 @@ class Pareto:
         _check_number("scale", self.scale, 0.0, MAX_LENGTH, open_low=True)
         _check_number("alpha", self.alpha, 0.1, 100.0)
         _check_bounds(self.low, self.high)
+        _check_median(self.scale * 2 ** (1 / self.alpha), self.low)
 
     def sampler(self) -> Sampler:
         """One Pareto number a draw."""
@@ -100,7 +110,7 @@ class Pareto:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Empirical:
+class Empirical(Lengths):
     """Lengths seen before, each as likely as it was frequent.
 
     Attributes:
@@ -134,6 +144,10 @@ class Empirical:
         assert lengths is not None
         return lambda generator: generator.choice(lengths)
 
+    def input_files(self) -> list[InputFiles]:
+        """The file of lengths, or the trace and what is read with it."""
+        return [] if self.path is None else [trace_files(self.path)]
+
 
 _KINDS: Final[Mapping[str, type]] = {
     "fixed": Fixed,
@@ -151,6 +165,8 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "pareto": "pareto:400:1.3",
     "empirical": "empirical:results.jsonl",
 }
+_BOUNDED: Final = ("lognormal", "pareto")
+"""Distributions whose text may end with both bounds."""
 _FORMS: Final = "a whole number, a text such as lognormal:1200:0.9, or keys with dist"
 
 
@@ -208,11 +224,13 @@ def _from_text(text: str, key: str) -> dict[str, Any]:
     if name == "empirical":
         return {"dist": name, "path": rest}
     names = [field.name for field in fields(_KINDS[name])]
+    allowed = [names[:-2], names] if name in _BOUNDED else [names]
     parts = rest.split(":")
-    if len(parts) > len(names):
-        raise ValueError(
-            f"{key} must give {name} lengths at most {len(names)} numbers ({', '.join(names)}), not {text!r}"
-        )
+    if len(parts) not in map(len, allowed):
+        forms = " or ".join(":".join([name, *map(str.upper, each)]) for each in allowed)
+        # A third number looks like the most and would be the least.
+        hint = "; workload.cap bounds outputs" if len(parts) > len(allowed[0]) and key == "workload.output" else ""
+        raise ValueError(f"{key} must be {forms}, not {text!r}{hint}")
     return {"dist": name, **{field: _number(part, key) for field, part in zip(names, parts, strict=False)}}
 
 
@@ -252,6 +270,11 @@ def _check_bounds(low: object, high: int | None) -> None:
         _check_length("high", high)
         if high < low:
             raise ValueError(f"high must be at least low, {low}, not {high}")
+
+
+def _check_median(median: float, low: int) -> None:
+    if low > median:
+        raise ValueError(f"low must be at most the median, {median:g}, not {low}, which most would have")
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from paged.core.prompt import Prompt
 from paged.core.request import PROMPT_FORMS, SamplingParams
-from paged.workload.job import MAX_LENGTH, MAX_SECONDS, Job
+from paged.workload.job import MAX_LENGTH, MAX_SECONDS, InputFiles, Job
 from paged.workload.jsonl import lines_of, parse_object
 
 _SAMPLING_FIELDS: Final = tuple(field.name for field in fields(SamplingParams))
@@ -54,6 +54,10 @@ class PromptsWorkload:
     """A file of prompts."""
 
     path: Path
+
+    def input_files(self) -> list[InputFiles]:
+        """The file."""
+        return [{self.path.name: self.path}]
 
     def jobs(self) -> list[Job]:
         """The samples of every line by time of arrival: a line's own `n`, or else one.

@@ -12,7 +12,7 @@ from typing import Any, Final
 from paged.core.prompt import OpaquePrompt
 from paged.core.request import stable_hash
 from paged.workload.arrivals import gamma_times, poisson_times
-from paged.workload.job import MAX_JOBS, Job, SizedWorkload, capped, prompt_line
+from paged.workload.job import MAX_JOBS, InputFiles, Job, SizedWorkload, capped, prompt_line
 from paged.workload.lengths import Lengths, LogNormal
 
 _FIRST_ID: Final = 100
@@ -59,6 +59,27 @@ class NanoWorkload(_ComparedWorkload):
             prompt = OpaquePrompt(f"nano-{index}", len(token_ids))
             output_len = generator.randint(100, 1024)
             yield Job(id=prompt.id, prompt=prompt, output_len=output_len, max_tokens=1024, seed=index), token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BillWorkload(SizedWorkload):
+    """One request that decodes for long, and shorter ones that arrive beside it: nothing in it is random.
+
+    The long one has a prompt of 4 tokens and 64 new ones, the others 24 and 40.
+    """
+
+    num_prompts: int
+    interval_s: float
+    seed: int = 0
+
+    def jobs(self) -> list[Job]:
+        """The long one and the first of the others at 0, then one after each interval."""
+        sizes = [("long", 4, 64, 0.0)]
+        sizes += [(f"short-{index}", 24, 40, index * self.interval_s) for index in range(self.num_prompts)]
+        return [
+            Job(id=name, prompt=OpaquePrompt(name, prompt), output_len=output, max_tokens=output, arrival_s=arrival_s)
+            for name, prompt, output, arrival_s in sizes
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +161,10 @@ class RolloutWorkload(SizedWorkload):
     rate: float | None
     seed: int
 
+    def input_files(self) -> list[InputFiles]:
+        """Those of its lengths."""
+        return [*self.prompt.input_files(), *self.output.input_files()]
+
     def jobs(self) -> list[Job]:
         """All jobs by time of arrival."""
         if self.rate is None:
@@ -191,6 +216,10 @@ class StreamWorkload(SizedWorkload):
     output: Lengths
     cap: int | None
     seed: int
+
+    def input_files(self) -> list[InputFiles]:
+        """Those of its lengths."""
+        return [*self.prompt.input_files(), *self.output.input_files()]
 
     def jobs(self) -> list[Job]:
         """All jobs by time of arrival."""

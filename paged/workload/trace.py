@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from paged.core.prompt import AnyPrompt, HashedPrompt, OpaquePrompt, Prompt
 from paged.core.request import SamplingParams
-from paged.workload.job import MAX_LENGTH, MAX_SECONDS, Job, SizedWorkload, capped
+from paged.workload.job import MAX_LENGTH, MAX_SECONDS, InputFiles, Job, SizedWorkload, capped
 from paged.workload.jsonl import lines_of, parse_object
 from paged.workload.prompts import PromptLine, read_prompts
 
@@ -29,6 +29,8 @@ _AZURE: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE: Final = ("timestamp", "input_length", "output_length")
 _RESULTS: Final = ("id", "sample", "prompt_token_ids", "token_ids", "finish_reason")
 _COMPLETE: Final = ("stop", "length")
+_PROMPTS: Final = "inputs/prompts.jsonl"
+"""Where a run keeps its prompts, from the folder of its results."""
 
 
 class Row(NamedTuple):
@@ -63,6 +65,10 @@ class TraceWorkload(SizedWorkload):
     cap: int | None
     seed: int
 
+    def input_files(self) -> list[InputFiles]:
+        """The trace and what is read with it."""
+        return [trace_files(self.path, self.format)]
+
     def jobs(self) -> list[Job]:
         """All jobs by time of arrival; an id is the line that holds the request, or of results its own."""
         try:
@@ -92,7 +98,7 @@ def read_trace(path: Path, form: str = "auto") -> list[Row]:
     Raises:
         ValueError: the file cannot be read, holds no request, or has a malformed line, whose number is told.
     """
-    path = path / "results.jsonl" if path.is_dir() else path
+    path = _file_of(path)
     lines = lines_of(path)
     if form == "auto":
         form = _form(path, lines)
@@ -115,6 +121,23 @@ def read_lengths(path: Path, *, outputs: bool) -> list[int]:
             return [_whole(path, number, "a length", text, 1) for number, text in texts]
     rows = read_trace(path)
     return [max(1, row.output_len) if outputs else len(row.prompt) for row in rows]
+
+
+def trace_files(path: Path, form: str = "auto") -> InputFiles:
+    """What `read_trace` and `read_lengths` read: the trace and, beside results, the prompts that they answer."""
+    path = _file_of(path)
+    files = {path.name: path}
+    if form == "auto":
+        with contextlib.suppress(ValueError):
+            form = _form(path, lines_of(path))
+    prompts = path.parent / _PROMPTS
+    if form == "results" and prompts.is_file():
+        files[_PROMPTS] = prompts
+    return files
+
+
+def _file_of(path: Path) -> Path:
+    return path / "results.jsonl" if path.is_dir() else path
 
 
 def _form(path: Path, lines: Sequence[bytes]) -> str:
@@ -163,7 +186,8 @@ def _azure(path: Path, lines: Sequence[bytes]) -> list[Row]:
             arrival_s = (moment - begin).total_seconds()
         except (ValueError, TypeError):
             # A TypeError: some times have a zone, some have none.
-            what = f"TIMESTAMP must be a date and time like that of the first request, not {cells[at_time]!r}"
+            like = "such as 2023-11-16 18:15:46.680590" if begin is None else "like that of the first request"
+            what = f"TIMESTAMP must be a date and time {like}, not {cells[at_time]!r}"
             raise _misfit(path, number, what) from None
         if abs(arrival_s) > MAX_SECONDS:
             raise _misfit(
@@ -214,7 +238,7 @@ def _results(path: Path, lines: Sequence[bytes]) -> list[Row]:
 
     Without them samples are put in the order of their ids, numbers in them by value, and come at once.
     """
-    asked = _asked(path.parent / "inputs" / "prompts.jsonl")
+    asked = _asked(path.parent / _PROMPTS)
     prompts: dict[tuple[int, ...], Prompt] = {}
     found: dict[tuple[str, int], Row] = {}
     num_unfinished = 0

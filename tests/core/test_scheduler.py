@@ -12,7 +12,7 @@ import pytest
 
 from mock_device import MockDevice, Outcome, Run, ask, assert_idle, drive, setup, snapshot, state_of, take_in, verify
 from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, StepPlan, StepResult
-from paged.core.policy import Fifo, Load, Policy, Reserve, Watermark, num_blocks_for
+from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark, num_blocks_for
 from paged.core.prompt import Prompt
 from paged.core.request import Request
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler, SchedulerConfig
@@ -386,7 +386,7 @@ class MiddleVictim(Policy):
         return candidates[len(candidates) // 2]
 
 
-POLICIES = [Fifo(), Watermark(0.15), Reserve(), OldestVictim(), LongestVictim(), MiddleVictim()]
+POLICIES = [Fifo(), Watermark(0.15), Reserve(), Forecast(risk=0.8), OldestVictim(), LongestVictim(), MiddleVictim()]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
@@ -402,7 +402,7 @@ def test_the_first_that_runs_is_never_offered_as_a_victim(policy: Policy) -> Non
     scheduler, device = setup(10, 4, policy=Watched(), prefix_reuse=False)
     run = drive(scheduler, device, {i: [[ask(f"r{i}", range(6), 20)]] for i in range(8)})
     verify(run, device.model)
-    assert (len(offered) > 3) == (not isinstance(policy, Reserve))
+    assert (len(offered) > 3) == (not isinstance(policy, Reserve | Forecast))
     assert all(candidates and first not in candidates for first, candidates in offered)
 
 
@@ -416,6 +416,24 @@ def test_a_watermark_is_kept_while_somebody_runs_and_waived_when_nobody_does() -
     assert [started.request.id for started in step(scheduler, device).started] == ["first"]
     scheduler.abort("first")
     assert [started.request.id for started in step(scheduler, device).started] == ["second"]
+
+
+def test_a_policy_that_has_refused_is_asked_again_when_somebody_has_left() -> None:
+    """Looking at everybody that runs in every step, for the same answer, cost more than the step's plan."""
+    asked: list[tuple[str, int]] = []
+
+    class Careful(Policy):
+        def blocks_kept_free(self, sequence: Seq, load: Load) -> int:
+            asked.append((sequence.request.id, scheduler.counters.num_steps))
+            return 0 if len(load.running) < 2 else 30
+
+    scheduler, device = setup(30, 4, policy=Careful(), prefix_reuse=False)
+    for name, max_tokens in (("a", 20), ("b", 9), ("c", 5), ("d", 5)):
+        scheduler.add([ask(name, range(4), max_tokens)])
+    while scheduler.has_unfinished:
+        step(scheduler, device)
+    # b leaves with the ninth step, and c with the fourteenth.
+    assert asked == [("b", 0), ("c", 0), ("c", 9), ("d", 9), ("d", 14)]
 
 
 # Abort
@@ -822,3 +840,31 @@ def test_abandon_returns_everybody_to_the_queue_in_order() -> None:
     assert plan is not None
     assert [len(started.output_ids) for started in plan.started] == [1, 1, 1]
     assert plan.step == 2
+
+
+def test_a_queue_of_followers_is_not_walked_in_every_step() -> None:
+    """Thousands that wait for one leader's prompt, computed token by token, once cost milliseconds a plan."""
+    scheduler, device = setup(400, 4, chunk_size=1, max_num_seqs=64)
+    calls = 0
+    match = scheduler._reuse.match
+
+    def counted(sequence: Seq) -> list[int] | None:
+        nonlocal calls
+        calls += 1
+        return match(sequence)
+
+    scheduler._reuse.match = counted  # type: ignore[method-assign]
+    prompt = Prompt(range(41))
+    for number in range(50):
+        scheduler.add([ask(f"r{number}", prompt, 2)])
+    run = Run()
+    for request in [sequence.request for sequence in scheduler._waiting]:
+        run.add(request)
+    for _ in range(41):
+        plan = scheduler.plan()
+        assert plan is not None
+        device.submit(plan)
+        take_in(scheduler, run, device.collect())
+    assert scheduler.num_running == 50, "they follow as soon as the prompt's last full block is there"
+    # Looked at when they arrive, and whenever a block of the prompt has come.
+    assert calls <= 50 * 13

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mock_device import ask, assert_idle
 from paged.core.metrics import Counters
 from paged.core.plan import SAMPLE, StepPlan, StepResult
-from paged.core.policy import Fifo, Load, Policy, Reserve, Watermark
+from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import OpaquePrompt, Prompt
 from paged.core.request import Request, SamplingParams
 from paged.core.scheduler import Commit, NonFiniteLogitsError, Scheduler, SchedulerConfig
@@ -29,7 +29,7 @@ class Nosy(Policy):
 
     def blocks_kept_free(self, sequence: Sequence, load: Load) -> int:
         shown = sum(s.num_tokens + 3 * s.num_computed + 5 * s.num_output + s.num_scheduled for s in load.running)
-        return (shown + sequence.num_tokens + sum(load.lengths.ordered)) % 4
+        return (shown + sequence.num_tokens + sum(load.lengths.tokens)) % 4
 
 
 @dataclass
@@ -61,7 +61,7 @@ def case(seed: int) -> Case:
         depth=rng.choice((1, 1, 2, 3)),
         prefix_reuse=rng.random() < 0.7,
     )
-    policy = rng.choice((Fifo(), Watermark(0.1), Reserve(), Nosy(), Fifo(victim="most_blocks")))
+    policy = rng.choice((Fifo(), Watermark(0.1), Reserve(), Nosy(), Forecast(), Fifo(victim="most_blocks")))
     known = rng.random() < 0.5
     arrivals: dict[int, list[Request]] = {}
     turn = 0

@@ -13,7 +13,7 @@ import pytest
 
 from loop_tools import Ticks, Watched, random_case
 from paged.core.plan import StepPlan
-from paged.core.policy import Fifo, Load, Policy, Reserve, Watermark
+from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import HashedPrompt, OpaquePrompt
 from paged.core.scheduler import Scheduler, SchedulerConfig
 from paged.core.sequence import Sequence
@@ -281,7 +281,8 @@ def test_ctrl_c_keeps_what_there_is() -> None:
 
 
 def test_an_interruption_between_steps_keeps_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_STEPS_PER_CALL", 10)
+    monkeypatch.setattr(driver, "_STEPS_PER_LOOK", 10)
+    monkeypatch.setattr(driver, "_SECONDS_PER_CALL", 0.0)
 
     def stop(record: SimRecord, num_ended: int) -> None:
         raise KeyboardInterrupt
@@ -298,7 +299,8 @@ def test_an_interruption_between_steps_keeps_what_was_generated(monkeypatch: pyt
 
 
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_STEPS_PER_CALL", 10)
+    monkeypatch.setattr(driver, "_STEPS_PER_LOOK", 10)
+    monkeypatch.setattr(driver, "_SECONDS_PER_CALL", 0.0)
     told: list[tuple[int, int]] = []
     jobs = [job(f"r{i}", 3, 9, 10.0 * i) for i in range(6)]
     scheduler = Scheduler(SchedulerConfig(num_blocks=40), Fifo())
@@ -330,4 +332,14 @@ def test_nobody_who_decides_knows_a_length_before_its_sample_ends(depth: int) ->
     assert num_compared > 1000
 
 
-POLICIES = [Fifo(), Watermark(0.1), Reserve()]
+POLICIES = [Fifo(), Watermark(0.1), Reserve(), Forecast()]
+
+
+def test_nobody_is_taken_in_before_arriving() -> None:
+    """Adding a difference of times to a time may give less than the time that was meant."""
+    rng = np.random.default_rng(1)
+    for scale in (1.0, 1e5, 1e8):
+        arrivals = np.sort(rng.random(400)) * scale
+        jobs = [job(f"r{i}", 3, 2, float(arrival)) for i, arrival in enumerate(arrivals)]
+        record = simulate(jobs, Scheduler(SchedulerConfig(num_blocks=4000)), Ticks(seconds=0.1 + scale / 1e4))
+        assert min(r.queue_s for r in record.requests) >= 0

@@ -91,13 +91,30 @@ def test_a_run_without_a_step_has_no_pictures(tmp_path: Path) -> None:
 def test_axes_say_what_they_measure_and_in_which_unit(record: SimRecord) -> None:
     summary = summarize(record)
     kv, queue, latency = (draw(record, summary) for draw in (plots._draw_kv, plots._draw_queue, plots._draw_latency))
-    assert [axes.get_ylabel() for axes in kv.axes] == ["KV blocks in use, % of 10", "unfilled places\nin them, %"]
+    assert [axes.get_ylabel() for axes in kv.axes] == ["KV blocks in use, %", "empty places in\nused blocks, %"]
     assert [axes.get_ylabel() for axes in queue.axes] == ["running sequences", "waiting sequences"]
     for figure in (kv, queue):
         assert figure.axes[-1].get_xlabel() == "time since the first arrival, s"
     assert [axes.get_xlabel() for axes in latency.axes] == ["time, s"] * 3
-    assert latency.axes[0].get_ylabel() == "requests, %"
+    assert latency.axes[0].get_ylabel() == "requests at or below, %"
     assert "1 preemption" in texts(kv.axes[0])
+    assert kv.axes[0].get_ylim() == (0, 100)
+
+
+def test_every_picture_says_what_was_simulated(
+    record: SimRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    write_plots(record, summarize(record), tmp_path, "m on 4 x a10g: policy fifo")
+    assert [figure.texts[0].get_text() for figure in figures] == ["m on 4 x a10g: policy fifo"] * 3
+
+
+def test_a_band_is_explained_where_there_is_one(record: SimRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not plots._draw_kv(record, summarize(record)).legends
+    monkeypatch.setattr(plots, "band", lambda *args: band(*args, most_bins=2))
+    [legend] = plots._draw_queue(record, summarize(record)).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["average over 4.75 s", "lowest to highest in that time"]
 
 
 def test_preemptions_are_marked_when_they_happen(record: SimRecord) -> None:

@@ -103,7 +103,7 @@ def test_a_run_in_which_everything_was_refused_has_a_table_too() -> None:
     assert summary["makespan_s"] is None
     assert summary["tokens_per_s_end_to_end"] is None
     assert [request.reason for request in refusals(made)] == ["it can never fit"]
-    assert "refused 1" in summary_table(summary)
+    assert "1 refused" in summary_table(summary)
 
 
 def test_every_number_has_a_name_to_optimise(record: SimRecord) -> None:
@@ -149,7 +149,7 @@ def test_a_line_a_seed(record: SimRecord) -> None:
 def test_table(record: SimRecord) -> None:
     table = summary_table(summarize(record))
     assert table.splitlines() == [
-        "samples      4 finished (length 2, stop 2, refused 1), 8 tokens",
+        "samples      4 finished (length 2, stop 2), 1 refused, 8 tokens",
         "length       p50 2, p90 3, max 3 tokens",
         "makespan     9.50 s, 0.8421 tokens/s",
         "                   mean       p50       p90       p99",
@@ -162,6 +162,23 @@ def test_table(record: SimRecord) -> None:
         "tail         0 s (0.0% of the makespan) with nothing waiting and fewer than half of 2 running",
         "simulated    6 steps in 500.0 ms (12 steps/s, 19x real time)",
     ]
+
+
+def test_long_times_are_told_in_hours_too(record: SimRecord) -> None:
+    summary = {**summarize(record), "makespan_s": 20_850.0, "tail_s": 7199.0}
+    assert "makespan     20,850 s (5.8 h), " in summary_table(summary)
+    assert "7,199 s (" in summary_table(summary)
+
+
+def test_a_run_in_which_nothing_waits_has_no_tail(record: SimRecord) -> None:
+    assert "tail" not in summary_table({**summarize(record), "mean_waiting": 0.0})
+
+
+def test_latencies_have_intervals_over_seeds(record: SimRecord) -> None:
+    summaries = [summarize(record), summarize(record)]
+    summaries[1]["ttft_s"] = {**summaries[0]["ttft_s"], "mean": 2.125}
+    [row] = [line for line in summary_table(combine(summaries)).splitlines() if line.startswith("TTFT")]
+    assert "1.62 ± 6.35 s" in row
 
 
 @pytest.mark.parametrize(

@@ -196,9 +196,23 @@ def test_events_before_a_malformed_line_are_given(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_log_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"not the folder of a run: it holds no steps\.jsonl"):
+    with pytest.raises(ValueError, match=r"^.* holds no steps\.jsonl, which every run leaves$"):
         step_log_of(tmp_path)
+    with pytest.raises(ValueError, match=r"nowhere does not exist$"):
+        step_log_of(tmp_path / "nowhere")
     path = write(tmp_path / "steps.jsonl", CONFIG)
     assert step_log_of(tmp_path) == step_log_of(path) == path
     with pytest.raises(ValueError, match="can't be read"):
         list(StepLogReader(tmp_path / "nothing"))
+
+
+def test_the_folder_of_a_sweep_is_told_with_its_runs(tmp_path: Path) -> None:
+    for name in ("10", "2", "0"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "steps.jsonl", CONFIG)
+    with pytest.raises(ValueError, match=r" is the folder of a sweep: give one of the folders in it, 0, 2, 10$"):
+        step_log_of(tmp_path)
+    (tmp_path / "11").mkdir()
+    write(tmp_path / "11" / "steps.jsonl", CONFIG)
+    with pytest.raises(ValueError, match=r"0, 2, 10, \.\.\.$"):
+        step_log_of(tmp_path)

@@ -46,18 +46,19 @@ def jobs(tmp_path: Path) -> list[Path]:
 def test_table_is_sorted_and_has_only_what_was_swept(jobs: list[Path], tmp_path: Path) -> None:
     table = compare(tmp_path, jobs, SMALLEST, ["preemptions", "makespan_s", "tokens_per_s_end_to_end"])
     assert table.splitlines() == [
-        "policy   tp   makespan_s  preemptions",
-        "reserve  4            11            -",
-        "fifo     4   12.5 ± 0.25            -",
-        "fifo     2        14,000        1,000",
-        "fifo     1             -            -  the weights do not fit",
-        "reserve  1             -            -  it ended without a summary",
+        "job  policy   tp   makespan_s  preemptions  note",
+        "2    reserve  4            11            -",
+        "0    fifo     4   12.5 ± 0.25            -",
+        "4    fifo     2        14,000        1,000",
+        "1    fifo     1             -            -  the weights do not fit",
+        "3    reserve  1             -            -  it ended without a summary",
+        "best first: the smallest makespan_s; job is the folder; ± is half of a 95% interval of the mean over seeds",
     ]
 
 
 def test_the_largest_can_be_best(jobs: list[Path], tmp_path: Path) -> None:
     table = compare(tmp_path, jobs, Goal("makespan_s", largest=True), [])
-    assert [line.split()[:2] for line in table.splitlines()[1:]] == [
+    assert [line.split()[1:3] for line in table.splitlines()[1:-1]] == [
         ["fifo", "2"],
         ["fifo", "4"],
         ["reserve", "4"],
@@ -130,6 +131,29 @@ def test_a_number_that_was_swept_is_the_axis_of_a_curve(tmp_path: Path, monkeypa
     assert lower.containers[0][0].get_ydata().tolist() == [0.0, 10.0, 20.0]
 
 
+def test_curves_begin_at_0_and_all_of_them_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference of a percent is not to look like a cliff, and the second curve is much higher than the first."""
+    summaries = [{"makespan_s": 100 - fraction, "recomputed_share": 0.1} for fraction in (0, 0.5, 1)]
+    jobs = [job(tmp_path, number, [f"a={number}", "b=1"], summary) for number, summary in enumerate(summaries)]
+    jobs += [job(tmp_path, 3 + number, [f"a={number}", "b=2"], {"makespan_s": 900}) for number in range(3)]
+    low, high = drawn(monkeypatch, tmp_path, jobs).axes[0].get_ylim()
+    assert -0.1 * high < low <= 0
+    assert high > 900
+
+
+def test_a_picture_names_what_all_points_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [
+        job(
+            tmp_path,
+            number,
+            [f"tp={number}"],
+            {"makespan_s": 1, "title": f"m on {number} x a10g: policy fifo, roofline"},
+        )
+        for number in (1, 2)
+    ]
+    assert [text.get_text() for text in drawn(monkeypatch, tmp_path, jobs).texts] == ["m, policy fifo, roofline"]
+
+
 def test_otherwise_a_bar_a_point_the_best_on_top(
     jobs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +185,13 @@ def test_one_job_shows_all_its_overrides(jobs: list[Path]) -> None:
 
 def test_a_sweep_without_overrides_has_a_table(tmp_path: Path) -> None:
     table = compare(tmp_path, [job(tmp_path, 0, [], {"makespan_s": 2})], SMALLEST, [])
-    assert table.splitlines() == ["makespan_s", "         2"]
+    assert table.splitlines()[:2] == ["job  makespan_s", "0             2"]
+
+
+def test_a_point_that_computed_nothing_shows_no_zeros(tmp_path: Path) -> None:
+    refused = {"makespan_s": None, "preemptions": 0, "reason": "9 of 9 requests were refused"}
+    table = compare(tmp_path, [job(tmp_path, 0, ["tp=1"], refused)], SMALLEST, ["preemptions"])
+    assert table.splitlines()[1] == "0    1            -            -  9 of 9 requests were refused"
 
 
 def test_goals() -> None:
@@ -171,3 +201,10 @@ def test_goals() -> None:
     allowed = r"makespan_s, kv_tokens, ttft_s\.mean\|p50"
     with pytest.raises(ValueError, match=rf"optimize must be one of {allowed}, with - .* not 'speed'"):
         Goal.parse("speed", names)
+    for text, meant in (
+        ("throughput", "-tokens_per_s_end_to_end"),
+        ("ttft", "ttft_s.mean"),
+        ("makespan", "makespan_s"),
+    ):
+        with pytest.raises(ValueError, match=f"not '{text}'; did you mean {meant}"):
+            Goal.parse(text, names)

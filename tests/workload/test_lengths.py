@@ -30,7 +30,6 @@ def distributions(make: st.DrawFn) -> tuple[Lengths, int, int]:
     """A distribution and the bounds that its draws must keep."""
     low, high = make(BOUNDS)
     bounds = {"low": low, "high": high}
-    numbers = st.floats(1e-3, 1e6)
     kind = make(st.sampled_from(["fixed", "uniform", "lognormal", "pareto", "empirical"]))
     if kind == "fixed":
         length = make(LENGTHS)
@@ -38,9 +37,14 @@ def distributions(make: st.DrawFn) -> tuple[Lengths, int, int]:
     if kind == "uniform":
         return Uniform(low=low, high=high or MAX_LENGTH), low, high or MAX_LENGTH
     if kind == "lognormal":
-        return LogNormal(median=make(numbers), sigma=make(st.floats(0, 10)), **bounds), low, high or MAX_LENGTH
+        median = make(st.floats(low, 1e6))
+        return LogNormal(median=median, sigma=make(st.floats(0, 10)), **bounds), low, high or MAX_LENGTH
     if kind == "pareto":
-        return Pareto(scale=make(numbers), alpha=make(st.floats(0.1, 100)), **bounds), low, high or MAX_LENGTH
+        return (
+            Pareto(scale=make(st.floats(low, 1e6)), alpha=make(st.floats(0.1, 100)), **bounds),
+            low,
+            high or MAX_LENGTH,
+        )
     seen = make(st.lists(LENGTHS, min_size=1, max_size=20))
     return Empirical(lengths=tuple(seen)), min(seen), max(seen)
 
@@ -124,8 +128,18 @@ def test_every_way_to_write_a_distribution(value: object, expected: Lengths) -> 
         (10**9, "workload.output.length must be a whole number from 1 to 10000000"),
         ("lognormal", "workload.output must be a text such as fixed:512, uniform:100:1024, .* not 'lognormal'"),
         ("zipf:3", "workload.output must be a text such as"),
-        ("uniform:1:2:3", r"at most 2 numbers \(low, high\), not 'uniform:1:2:3'"),
-        ("uniform:1", "workload.output.high must be given: uniform lengths have low, high"),
+        ("uniform:1:2:3", "workload.output must be uniform:LOW:HIGH, not 'uniform:1:2:3'"),
+        ("uniform:1", "workload.output must be uniform:LOW:HIGH, not 'uniform:1'"),
+        (
+            "lognormal:1200:0.9:16384",
+            "must be lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:LOW:HIGH, not 'lognormal:1200:0.9:16384'; "
+            "workload.cap bounds outputs",
+        ),
+        ("pareto:400:1.3:9000", "must be pareto:SCALE:ALPHA or pareto:SCALE:ALPHA:LOW:HIGH, not .*; workload.cap"),
+        ("lognormal:1200", "must be lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:LOW:HIGH, not 'lognormal:1200'$"),
+        ("lognormal:100:0.9:101:500", "workload.output.low must be at most the median, 100, not 101"),
+        ("pareto:100:1:201:500", "workload.output.low must be at most the median, 200, not 201"),
+        ({"dist": "lognormal", "median": 10, "sigma": 1, "low": 16}, "low must be at most the median, 10, not 16"),
         ("uniform:1:x", "workload.output must have numbers between its colons, not 'x'"),
         ("uniform:5:3", "workload.output.high must be at least low, 5, not 3"),
         ("uniform:1.5:3", "workload.output.low must be a whole number from 1"),

@@ -165,7 +165,7 @@ def test_a_users_own_lines_can_have_lengths(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *lines)
     code, folder, err = run("workload=prompts", f"workload.path={path}", "sampling.max_tokens=50")
     assert code == 2
-    assert "1 of 3 lines were refused, the first is line 3: output_len must be a whole number from 1" in err
+    assert "1 of 3 lines were refused, the first is c: line 3: output_len must be a whole number from 1" in err
     rows = results_of(folder)
     assert [len(rows[name]["token_ids"]) for name in ("a/0", "a/1", "b/0")] == [20, 20, 6]
     assert [rows[name]["finish_reason"] for name in ("a/0", "b/0", "c/None")] == ["stop", "length", "refused"]
@@ -181,7 +181,7 @@ def test_lines_are_added_when_their_time_has_come(run: Run, tmp_path: Path) -> N
     path = write(tmp_path / "p.jsonl", *lines, {"id": "lost", "prompt_token_ids": [99], "arrival_s": 0.2})
     code, folder, err = run("workload=prompts", f"workload.path={path}", "sampling.n=1")
     assert code == 2
-    assert "1 of 5 lines were refused, the first is line 5: " in err
+    assert "1 of 5 lines were refused, the first is lost: line 5: " in err
     adds = {event["id"]: event["time_s"] for event in lines_of(folder / "steps.jsonl") if event["event"] == "add"}
     assert list(adds) == ["now", "soon", "again", "late"]
     assert adds["late"] - adds["now"] >= 0.25

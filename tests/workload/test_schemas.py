@@ -76,7 +76,7 @@ def test_common_keys_reach_the_workload() -> None:
         ("workload.output=pareto:400:1.3", Pareto(scale=400, alpha=1.3)),
         ("workload.output=empirical:runs/a/results.jsonl", Empirical(path=Path("runs/a/results.jsonl"))),
         ("workload.output.sigma=0.5", LogNormal(median=3330, sigma=0.5, low=16)),
-        ("workload.output={median: 5, sigma: 0}", LogNormal(median=5, sigma=0, low=16)),
+        ("workload.output={median: 50, sigma: 0}", LogNormal(median=50, sigma=0, low=16)),
     ],
 )
 def test_a_distribution_is_chosen_by_key_or_as_a_text(override: str, expected: object) -> None:

@@ -190,6 +190,10 @@ def test_what_did_not_finish_is_left_out_and_reported(write: Write, caplog: pyte
         ([*AZURE, "2023-11-16 18:15:51,nan,3"], "line 4: ContextTokens must be"),
         ([*AZURE, "2023-11-16 18:15:51,3,99999999"], "line 4: GeneratedTokens must be"),
         ([*AZURE, "2023-11-16 18:15:51,3," + "9" * 5000], "line 4: GeneratedTokens must be"),
+        (
+            [AZURE[0], "yesterday,3,3"],
+            r"line 2: TIMESTAMP must be a date and time such as 2023-11-16 18:15:46\.680590, not",
+        ),
         ([*AZURE, "yesterday,3,3"], "line 4: TIMESTAMP must be a date and time .* not 'yesterday'"),
         ([*AZURE, "2023-11-16 18:15:51+00:00,3,3"], "line 4: TIMESTAMP must be a date and time like that of the first"),
         ([*AZURE, "9023-11-16 18:15:51,3,3"], r"line 4: TIMESTAMP must be within 1e\+09 s of the first"),
