@@ -134,7 +134,7 @@ def test_no_command_shows_the_usage_and_an_unknown_one_a_line(capsys: pytest.Cap
 def test_hydras_help_and_config_are_there(cli: Cli) -> None:
     code, out, _ = cli("--help")
     assert code == 0
-    assert "policy: fifo, reserve, watermark" in out
+    assert "policy: fifo, forecast, reserve, watermark" in out
     assert "Groups of this command: model, numerics, policy, workload, experiment." in out
     code, out, _ = cli("--cfg", "job", "block_size=8")
     assert code == 0
@@ -151,7 +151,7 @@ def test_the_help_tells_whose_groups_are_whose() -> None:
     [
         ("paged ", list(COMMANDS)),
         ("paged ru", list(COMMANDS)),
-        ("paged run policy=", ["policy=fifo", "policy=reserve", "policy=watermark"]),
+        ("paged run policy=", ["policy=fifo", "policy=forecast", "policy=reserve", "policy=watermark"]),
         ("paged run numerics=fast block_s", ["block_size="]),
         ("paged plan hardware=h", ["hardware=h100", "hardware=h200"]),
         ("paged unknown ", []),
@@ -323,7 +323,7 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         (["polcy=fifo"], "polcy is not a key of this config; did you mean policy?"),
         (["hydra.rum.dir=x"], "hydra.rum.dir is not a key of Hydra's config; see --cfg hydra"),
         (["policy.fraction=0.1"], "policy.fraction is not a key of the policy that is chosen"),
-        (["policy=lifo"], "policy must be one of fifo, reserve, watermark, not 'lifo'"),
+        (["policy=lifo"], "policy must be one of fifo, forecast, reserve, watermark, not 'lifo'"),
         (["numerics=exact"], "numerics must be one of fast, invariant, not 'exact'"),
         (["experiment=none"], "experiment must be one of"),
         (["block_size"], "cannot read the override 'block_size': it must be KEY=VALUE"),
