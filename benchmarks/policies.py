@@ -7,8 +7,8 @@
     python benchmarks/policies.py --only rollout,prover,nano --figure docs/figures/watermark.png
 
 Workloads are those of `python -m paged sim`, in pools too small for them. Intervals are 95% ones over the seeds, or
-over the pools of the bill. Differences are paired: a policy's run against the run of the same seed under the watermark whose
-mean makespan is the smallest, which nobody knows beforehand. The same seeds give the same numbers.
+over the pools of the bill. Differences are paired: a policy's run against the run of the same seed under the watermark
+whose mean makespan is the smallest, which nobody knows beforehand. The same seeds give the same numbers.
 """
 
 from __future__ import annotations

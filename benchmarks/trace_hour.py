@@ -44,6 +44,15 @@ def timed(spent: Counter[str], name: str, call: Callable[..., Any]) -> Callable[
     return wrapped
 
 
+def core_speed() -> float:
+    """Seconds of a fixed piece of plain Python, by which figures of two machines, or moments, can be compared."""
+    start = time.perf_counter()
+    total = 0
+    for number in range(10_000_000):
+        total += number
+    return time.perf_counter() - start
+
+
 def main() -> None:
     """Run both simulations and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,6 +76,7 @@ def main() -> None:
     print(f"{len(jobs):,} requests over {span_s:,.0f} s: {record.num_steps:,} steps, {num_tokens:,} tokens")
     print(f"read in {read_s:.2f} s, simulated in {record.wall_s:.2f} s: {span_s / record.wall_s:,.0f} x real time")
     print(f"{record.num_steps / record.wall_s:,.0f} steps/s, {record.wall_s / record.num_steps * 1e6:.2f} us a step")
+    print(f"this core: {core_speed():.2f} s for ten million additions in a loop")
 
     spent: Counter[str] = Counter()
     scheduler = Scheduler(setting.limits, config.policy)

@@ -70,6 +70,7 @@ class _Simulation:
         self.env = simpy.Environment()
         self.inbox: deque[Job] = deque()
         self.num_to_come = 0
+        self.next_arrival_s = 0.0
         self.wake: simpy.Event | None = None
         self.num_ended = 0
         self.advanced = (0, 0)
@@ -95,6 +96,7 @@ class _Simulation:
     def _arrive(self, jobs: list[Job]) -> Generator[simpy.Event, Any, None]:
         env, inbox = self.env, self.inbox
         for job in jobs:
+            self.next_arrival_s = job.arrival_s
             while job.arrival_s > env.now:
                 # simpy adds the time to its own, which may end just before the arrival.
                 yield env.timeout(max(job.arrival_s - env.now, math.ulp(job.arrival_s)))
@@ -103,6 +105,7 @@ class _Simulation:
             if self.wake is not None:
                 wake, self.wake = self.wake, None
                 wake.succeed()
+        self.next_arrival_s = math.inf
 
     def _loop(self) -> Generator[simpy.Event, Any, None]:
         env, scheduler, executor, inbox = self.env, self.scheduler, self.executor, self.inbox
@@ -111,11 +114,12 @@ class _Simulation:
         timeout, host_s = env.timeout, self.latency.host_s
         num_in_flight = num_steps = num_running = num_used = 0
         slots: Sequence[int] | None = None
+        now_s = env.now
         while True:
             if inbox:
                 self._take_in()
             # The host's clock runs ahead of the simulation's while it makes plans; it takes in results when it is done.
-            executor.now_s = env.now
+            executor.now_s = now_s
             while num_in_flight < depth and (plan := scheduler.plan()) is not None:
                 num_in_flight += 1
                 executor.now_s += host_s(len(plan.slots))
@@ -141,7 +145,10 @@ class _Simulation:
                 )
             if num_in_flight:
                 end_s = executor.oldest_end_s
-                yield timeout(max(0.0, end_s - env.now, executor.now_s - env.now))
+                now_s = end_s if end_s > executor.now_s else executor.now_s
+                if now_s >= self.next_arrival_s:
+                    # Otherwise nothing else happens until then, and an event would only cost time.
+                    yield timeout(now_s - env.now)
                 num_in_flight -= 1
                 commit = scheduler.commit(executor.collect())
                 if commit.finished:
@@ -153,6 +160,7 @@ class _Simulation:
                 if not inbox:
                     self.wake = env.event()
                     yield self.wake
+                    now_s = env.now
             else:
                 assert not scheduler.has_unfinished, "the scheduler plans nothing though requests are unfinished"
                 return
@@ -211,7 +219,7 @@ class _Simulation:
         except KeyboardInterrupt:
             # Between two steps: what has been generated so far is known.
             for request_id, sample in list(self.index_of):
-                self._finish(self.scheduler.abort(request_id, sample), self.env.now)
+                self._finish(self.scheduler.abort(request_id, sample), self.record.end_s)
             raise
 
 

@@ -60,6 +60,11 @@ class BlockPool:
             RuntimeError: fewer than ``count`` are free; nothing has changed.
         """
         free = self._free
+        if count == 1 and free:
+            # A decode that enters a block: most allocations.
+            block = free.pop()
+            self.references[block] = 1
+            return [block]
         if count > len(free) + self.num_cached:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free of {self.num_blocks}")
         if count <= len(free):
@@ -118,16 +123,10 @@ class BlockPool:
 
     def publish(self, block: int, key: Key) -> None:
         """Let ``block`` be found by ``key``; if another block already is, nothing changes."""
-        self.publish_all((block,), (key,))
-
-    def publish_all(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
-        """``publish`` each of ``blocks`` under the key at the same place."""
-        references, block_by_key, key_by_block = self.references, self._block_by_key, self._key_by_block
-        for block, key in zip(blocks, keys, strict=True):
-            assert references[block] > 0, "only a block in use can be published"
-            if key not in block_by_key and key_by_block[block] is None:
-                block_by_key[key] = block
-                key_by_block[block] = key
+        assert self.references[block] > 0, "only a block in use can be published"
+        if key not in self._block_by_key and self._key_by_block[block] is None:
+            self._block_by_key[key] = block
+            self._key_by_block[block] = key
 
     def forget(self) -> None:
         """Take back every key: what is cached becomes free, what is referenced can no longer be found."""

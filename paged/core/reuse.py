@@ -77,16 +77,15 @@ class PrefixReuse:
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Offer the blocks of ``sequence`` that its leading ``num_computed`` tokens, all committed, have filled."""
         full = num_computed // self._block_size
-        self._extend_keys(sequence, full)
-        first = sequence.num_published
-        keys = sequence.keys[first:full]
-        self._pool.publish_all(sequence.blocks[first:full], keys)
-        leaders = self._leaders
-        if leaders:
-            for key in keys:
-                if leaders.get(key) is sequence:
-                    del leaders[key]
-                    self.num_unled += 1
+        keys, blocks, leaders, publish = sequence.keys, sequence.blocks, self._leaders, self._pool.publish
+        if len(keys) < full:
+            self._extend_keys(sequence, full)
+        for index in range(sequence.num_published, full):
+            key = keys[index]
+            publish(blocks[index], key)
+            if leaders and leaders.get(key) is sequence:
+                del leaders[key]
+                self.num_unled += 1
         sequence.num_published = full
         sequence.publish_at = (full + 1) * self._block_size
 

@@ -306,7 +306,8 @@ def test_entries_of_adopted_blocks_do_not_pile_up() -> None:
     """A prefix that is adopted and freed again and again, while nothing is evicted, once left an entry each time."""
     pool = BlockPool(12)
     table = pool.allocate(10)
-    pool.publish_all(table, [b"%d" % block for block in table])
+    for block in table:
+        pool.publish(block, b"%d" % block)
     pool.free(table)
     for _ in range(1000):
         pool.adopt(table)
