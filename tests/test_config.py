@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from paged.config.convert import conf_folder, known_keys
 from paged.config.groups import EngineSchema, SamplingSchema
 from paged.config.run import RunConfig
-from paged.core.policy import Fifo, Reserve, Watermark
+from paged.core.policy import Fifo, Forecast, Reserve, Watermark
 from paged.core.request import SamplingParams
 from paged.outcome import UserError
 
@@ -87,6 +87,9 @@ def test_choices_arrive_as_typed_objects() -> None:
     assert composed("policy=fifo").engine["policy"] == Fifo()
     assert composed("policy=reserve").engine["policy"] == Reserve()
     assert composed("policy=watermark", "policy.fraction=0.2").engine["policy"] == Watermark(fraction=0.2)
+    assert composed("policy=forecast").engine["policy"] == Forecast(risk=0.1)
+    for name, policy in (("fifo", Fifo), ("watermark", Watermark), ("reserve", Reserve), ("forecast", Forecast)):
+        assert composed(f"policy={name}", "policy.victim=most_blocks").engine["policy"] == policy(victim="most_blocks")
     assert composed("numerics=fast").engine["numerics"] == "fast"
     sampling = composed("sampling.stop=[a,b]", "sampling.logit_bias={3: 1}", "sampling.max_tokens=null").sampling
     assert sampling == SamplingParams(n=4, stop=("a", "b"), logit_bias={3: 1.0}, max_tokens=None)
@@ -99,7 +102,7 @@ def test_choices_arrive_as_typed_objects() -> None:
     [
         ("+block_sise=3", "block_sise is not a key of this config; did you mean block_size?"),
         ("+sampling.temprature=1", "sampling.temprature is not a key of this config; did you mean temperature?"),
-        ("+policy.fraction=1", "policy.fraction is not a key of this config; allowed: name"),
+        ("+policy.fraction=1", "policy.fraction is not a key of this config; allowed: name, victim"),
         ("+model.size=8", "model.size is not a key of this config; allowed: path, spec"),
         ("block_size=abc", "block_size must be a whole number, not 'abc'"),
         ("block_size=1.5", "block_size must be a whole number, not 1.5"),
@@ -125,6 +128,7 @@ def test_choices_arrive_as_typed_objects() -> None:
         ("sampling.temperature=0", "sampling.n must be 1 when temperature is 0"),
         ("sampling=5", "sampling must hold keys and values, not 5"),
         ("numerics.name=exact", "numerics must be one of invariant, fast, not 'exact'"),
+        ("policy.victim=oldest", "policy.victim must be one of youngest, least_computed, most_blocks, not 'oldest'"),
         ("~policy", "policy must be one of fifo, watermark, reserve, forecast, not null"),
         ("~block_size", "block_size must be given: a whole number"),
         ("model=local", "model.path must be given: a checkpoint folder, or a Hub id that is in the local cache"),
@@ -190,6 +194,8 @@ def test_a_mistake_in_a_models_sizes_gets_one_sentence(override: str, sentence: 
 def test_a_policys_own_range_is_checked() -> None:
     with pytest.raises(UserError, match=r"policy\.fraction must be at least 0 and below 1, not 2\.0"):
         composed("policy=watermark", "policy.fraction=2")
+    with pytest.raises(UserError, match=r"policy\.risk must be above 0 and below 1, not 1\.0"):
+        composed("policy=forecast", "policy.risk=1")
 
 
 @pytest.mark.parametrize("root", ROOTS)
