@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -202,7 +202,13 @@ def _draw_distribution(axes: Axes, values: Floats, statistics: Summary) -> None:
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel(f"time, {unit}")
     # Above the axes: wherever a curve rises, it hides nothing.
-    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.99), "ncols": 3, "frameon": False, "fontsize": 8}
+    place: dict[str, Any] = {
+        "loc": "lower left",
+        "bbox_to_anchor": (-0.02, 0.99),
+        "ncols": 3,
+        "frameon": False,
+        "fontsize": 8,
+    }
     axes.legend(**place, handletextpad=0.0, columnspacing=0.8, borderaxespad=0)
 
 
@@ -226,7 +232,13 @@ def _explain_band(figure: Figure, seen: Band) -> None:
     span = seconds(float(seen.edges[1] - seen.edges[0]))
     line, area = Line2D([], [], color=_BLUE, linewidth=1.3), Patch(color=_BLUE, alpha=0.35, linewidth=0)
     words = (f"average over {span}", "lowest to highest in that time")
-    place = {"loc": "lower right", "bbox_to_anchor": (0.985, 0.0), "ncols": 2, "frameon": False, "fontsize": 9}
+    place: dict[str, Any] = {
+        "loc": "lower right",
+        "bbox_to_anchor": (0.985, 0.0),
+        "ncols": 2,
+        "frameon": False,
+        "fontsize": 9,
+    }
     figure.legend([line, area], words, **place)
 
 
