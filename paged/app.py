@@ -134,7 +134,11 @@ def _run_hydra(word: str, args: list[str]) -> int:
         try:
             job = importlib.import_module(COMMANDS[word].module).job
             overrides = OmegaConf.to_container(chosen.overrides.task, resolve=False)
-            codes.append(job(cfg, Path(chosen.runtime.output_dir), overrides))
+            try:
+                codes.append(job(cfg, Path(chosen.runtime.output_dir), overrides))
+            except (OverflowError, MemoryError) as error:
+                reason = str(error) or "out of memory"
+                raise UserError(f"some number of the configuration is too large for this machine ({reason})") from error
         except UserError as error:
             # Raised here, it would end a sweep whose other points are fine.
             in_sweep = chosen.mode == RunMode.MULTIRUN

@@ -148,6 +148,12 @@ class Memory:
     peak_device_bytes: int | None = None
     context_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        if min(self.num_blocks, self.block_size) < 1 or self.kv_tokens != self.num_blocks * self.block_size:
+            raise ValueError(
+                f"memory.kv_tokens must be num_blocks x block_size of the pool measured, above 0, not {self.kv_tokens}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
@@ -231,8 +237,6 @@ class Calibration:
             for field, (low, high) in measured.bounds.items():
                 if not low <= high:
                     raise ValueError(f"ranges.{name}.bounds.{field} must be ascending, not {low!r}, {high!r}")
-        if self.memory.num_blocks < 1 or self.memory.block_size < 1:
-            raise ValueError("memory.num_blocks and memory.block_size must be at least 1")
 
     @property
     def quality(self) -> str:

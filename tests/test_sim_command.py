@@ -575,3 +575,11 @@ def test_a_simulation_that_gets_nowhere_says_so(cli: Cli, monkeypatch: pytest.Mo
     code, out, err = cli(*SMALL)
     assert (code, out) == (1, "")
     assert "paged: the simulation cannot go on: no progress in 100,000 steps\n" in err
+
+
+@pytest.mark.parametrize("override", ["num_blocks=100000000000000", "hardware.memory_gib.value=1e300"])
+def test_a_number_too_large_is_one_line(cli: Cli, override: str) -> None:
+    code, _, err = cli(override)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("paged: ")
+    assert "Traceback" not in err

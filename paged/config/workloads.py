@@ -192,8 +192,8 @@ class GammaSchema(PoissonSchema):
 
     def build(self) -> StreamWorkload:
         """The typed workload; raises ``ValueError`` for an impossible number."""
-        if not 0 <= self.cv <= 100:
-            raise ValueError(f"workload.cv must be a number from 0 to 100, not {self.cv}")
+        if self.cv != 0 and not 1e-6 <= self.cv <= 100:
+            raise ValueError(f"workload.cv must be 0 or a number from 0.000001 to 100, not {self.cv}")
         return _stream(self, self.cv)
 
 

@@ -118,7 +118,7 @@ def test_a_distribution_is_chosen_by_key_or_as_a_text(override: str, expected: o
             ["poisson", "workload.num_prompts=null", "workload.duration_s=1e8", "workload.rate=1"],
             "workload.rate times workload.duration_s must be at most 10000000 requests, not 1e+08",
         ),
-        (["gamma", "workload.cv=-1"], "workload.cv must be a number from 0 to 100, not -1.0"),
+        (["gamma", "workload.cv=-1"], "workload.cv must be 0 or a number from 0.000001 to 100, not -1.0"),
         (["trace"], "workload.path must be given: a trace, or the folder of a run"),
         (["trace", "workload.path=x", "workload.speedup=0"], "workload.speedup must be a number above 0"),
         (
