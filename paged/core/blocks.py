@@ -128,6 +128,15 @@ class BlockPool:
             self._block_by_key[key] = block
             self._key_by_block[block] = key
 
+    def publish_all(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
+        """``publish`` each of ``blocks`` under the key at the same place."""
+        references, block_by_key, key_by_block = self.references, self._block_by_key, self._key_by_block
+        for block, key in zip(blocks, keys, strict=True):
+            assert references[block] > 0, "only a block in use can be published"
+            if key not in block_by_key and key_by_block[block] is None:
+                block_by_key[key] = block
+                key_by_block[block] = key
+
     def forget(self) -> None:
         """Take back every key: what is cached becomes free, what is referenced can no longer be found."""
         self._free.extend(self._valid_cached())
@@ -143,8 +152,9 @@ class BlockPool:
         Raises:
             RuntimeError: naming the first block that has not exactly one reference, or that can be found by key.
         """
+        references, keys = self.references, self._key_by_block
         for block in blocks:
-            if self.references[block] != 1 or self._key_by_block[block] is not None:
+            if references[block] != 1 or keys[block] is not None:
                 raise RuntimeError(f"block {block} has {self.references[block]} references and must not be written")
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:

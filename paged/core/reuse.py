@@ -77,15 +77,22 @@ class PrefixReuse:
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Offer the blocks of ``sequence`` that its leading ``num_computed`` tokens, all committed, have filled."""
         full = num_computed // self._block_size
-        keys, blocks, leaders, publish = sequence.keys, sequence.blocks, self._leaders, self._pool.publish
+        keys, blocks, leaders, pool = sequence.keys, sequence.blocks, self._leaders, self._pool
         if len(keys) < full:
             self._extend_keys(sequence, full)
-        for index in range(sequence.num_published, full):
-            key = keys[index]
-            publish(blocks[index], key)
-            if leaders and leaders.get(key) is sequence:
-                del leaders[key]
-                self.num_unled += 1
+        first = sequence.num_published
+        if full == first + 1:
+            # A decode that has filled a block.
+            filled = keys[first : first + 1]
+            pool.publish(blocks[first], filled[0])
+        else:
+            filled = keys[first:full]
+            pool.publish_all(blocks[first:full], filled)
+        if leaders:
+            for key in filled:
+                if leaders.get(key) is sequence:
+                    del leaders[key]
+                    self.num_unled += 1
         sequence.num_published = full
         sequence.publish_at = (full + 1) * self._block_size
 
