@@ -179,9 +179,10 @@ class Forecast(Policy):
         margin = 0.0
         for time in sorted(times):
             # To yield, the newcomer must still run, and the pool have been full: the product is to be the risk.
-            chance = self.risk / math.exp(passed - hazard.up_to(output + time))
-            if time > end or chance >= 1:
+            stays = math.exp(passed - hazard.up_to(output + time))
+            if time > end or stays <= self.risk:
                 break
+            chance = self.risk / stays
             grown = time / block_size
             growth = most = grown - num_used
             variance = 0.0

@@ -171,6 +171,14 @@ def test_a_small_risk_keeps_more_free() -> None:
     assert margins[-1] == 0
 
 
+def test_samples_that_all_stop_at_one_length_leave_nobody_beyond() -> None:
+    """A thousand that stop where a span begins: the chance to get through that span is too small for a float."""
+    stopped = history(*[1024] * 1000)
+    running = [written(10, 16_384, number=i) for i in range(4)]
+    kept = Forecast().blocks_kept_free(written(0, 16_384), load(*running, num_blocks=20_000, lengths=stopped))
+    assert 256 < kept < 5 * 400, "all five grow to 1,024 tokens, and hardly further"
+
+
 def test_shared_blocks_are_counted_once() -> None:
     """Sixteen samples of one prompt of 400 tokens: as each ends, only its own blocks come back."""
     running = [written(8, 64, num_prompt=400, number=i) for i in range(16)]
