@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 
 MODES = ("invariant", "fast")
+REDUCE_DTYPES = ("model", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,12 @@ class Numerics:
         kv_tile: keys that attention takes at a time, aligned to position 0.
         kv_split: keys that share an online softmax, aligned to position 0; the splits are folded left to right.
         k_segments: parts of the inner dimension of row-parallel products, folded as a balanced tree; a power
-            of two. 4 makes 1, 2 and 4 ranks agree.
+            of two. 4 makes 1, 2 and 4 ranks agree to the bit: what the ranks add up is then fp32.
+        gemm_columns: columns of a tile of a matrix product on the CPU where there are ``k_segments``: a column's bits
+            must not hang on how many of them a rank holds.
         head_rows: rows of the vocabulary that the head upcasts at a time.
+        reduce_dtype: what the ranks add up without ``k_segments``: products rounded to the ``model``'s dtype, or
+            products left in ``float32`` (twice the bytes for bf16), rounded once after the sum.
     """
 
     mode: str = "invariant"
@@ -34,12 +40,18 @@ class Numerics:
     kv_tile: int = 64
     kv_split: int = 256
     k_segments: int = 1
+    gemm_columns: int = 128
     head_rows: int = 16384
+    reduce_dtype: str = "model"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"numerics.mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        for name in ("gemm_rows", "bmm_items", "kv_tile", "kv_split", "k_segments", "head_rows"):
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(
+                f"numerics.reduce_dtype must be one of {', '.join(REDUCE_DTYPES)}, not {self.reduce_dtype!r}"
+            )
+        for name in ("gemm_rows", "bmm_items", "kv_tile", "kv_split", "k_segments", "gemm_columns", "head_rows"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"numerics.{name} must be a whole number, at least 1, not {value!r}")
@@ -53,8 +65,16 @@ class Numerics:
         """Whether a row's bits must hang on that row alone."""
         return self.mode == "invariant"
 
-    def numerics_id(self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str) -> str:
+    def reduces_wide(self, dtype: torch.dtype) -> bool:
+        """Whether ranks of a model in ``dtype`` add up products that are not rounded to it."""
+        return (self.k_segments > 1 or self.reduce_dtype == "float32") and dtype != compute_dtype(dtype)
+
+    def numerics_id(
+        self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str, tp: int = 1
+    ) -> str:
         """12 hexadecimal digits over the constants, the dtypes, the kind of device and the version of torch.
+
+        The number of ranks ``tp`` counts too, unless ``k_segments`` makes their bits agree.
 
         On the CPU what the libraries make of a few fixed products counts too: they choose their kernels by instruction
         set, number of threads and environment, which no version tells.
@@ -62,6 +82,7 @@ class Numerics:
         device = torch.device(device)
         facts: dict[str, object] = {"constants": asdict(self), "dtype": str(dtype), "kv_dtype": str(kv_dtype)}
         facts["torch"] = torch.__version__
+        facts["tp"] = tp if self.k_segments == 1 else None
         if device.type == "cpu":
             facts["device"] = ["cpu", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
             facts["bits"] = self._cpu_bits(dtype)
@@ -89,6 +110,14 @@ def _fixed_numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers in [-1, 1) that look random and are the same everywhere."""
     mixed = torch.arange(1, rows * columns + 1) * 2654435761 % 2**31
     return (mixed.to(torch.float64) / 2**30 - 1).to(dtype).view(rows, columns)
+
+
+def fold_tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``parts`` as a balanced tree, neighbours first: ((0 + 1) + (2 + 3)); a last odd one waits its turn."""
+    while len(parts) > 1:
+        pairs = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + list(parts[2 * len(pairs) :])
+    return parts[0]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
