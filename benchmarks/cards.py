@@ -1,0 +1,300 @@
+"""Several cards of one host: collectives by size and by kind, their bits, and tp=N against tp=1 and transformers.
+
+    python benchmarks/cards.py --ranks 2 [--out cards.yaml] [--device cpu]
+
+Prints microseconds of an all-reduce and of the gather of logits inside CUDA graphs, and writes the all-reduces as a
+`hardware` group has them (`all_reduce_us`). Then generates greedily with a random model of Qwen3-8B's shape in bf16 and
+tells where the texts part, and how far apart the two best logits are there. Ends with exit code 1 if ranks, kinds of
+all-reduce or numbers of rows differ in a bit, or if a divergence has a wider margin than 0.1. With `--device cpu` the
+script checks itself on gloo and a small model; its times then mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml
+
+from paged import Engine, EngineConfig, SamplingParams
+from paged.core.model_spec import ModelSpec
+from paged.kernels.collectives import RankGroup
+from paged.kernels.numerics import Numerics
+from paged.model.decoder import Decoder
+
+HIDDEN = 4096
+ROWS = (1, 8, 64, 256, 1024, 2048, 8192)  # of bf16: 8 KiB to 64 MiB
+GATHER_ROWS = (1, 8, 64, 256)
+VOCAB = 151936
+QWEN3_8B = ModelSpec(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+    dtype="bfloat16",
+)
+SMALL = replace(
+    QWEN3_8B,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+)
+MOST_MARGIN = 0.1
+NUM_TOKENS = 64
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+def kinds_of_all_reduce(group: RankGroup, device: torch.device) -> dict[str, Reduce]:
+    """The all-reduces to compare: the engine's own, and on cards those over symmetric memory."""
+    kinds: dict[str, Reduce] = {"engine": group.all_reduce}
+    if device.type != "cuda":
+        return kinds
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    assert group.process_group is not None
+    name = group.process_group.group_name
+    symmetric_memory.enable_symm_mem_for_group(name)
+    buffer = symmetric_memory.empty(max(ROWS) * HIDDEN, dtype=torch.bfloat16, device=device)
+    symmetric_memory.rendezvous(buffer, name)
+
+    def library(x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group.process_group)
+        return total
+
+    def one_shot(x: torch.Tensor) -> torch.Tensor:
+        shared = buffer[: x.numel()].view_as(x)
+        shared.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name)
+
+    def two_shot(x: torch.Tensor) -> torch.Tensor:
+        shared = buffer[: x.numel()].view_as(x)
+        shared.copy_(x)
+        return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name).clone()
+
+    return {**kinds, "nccl": library, "one-shot": one_shot, "two-shot": two_shot}
+
+
+def microseconds(call: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
+    """Median time of ``call``: on a card inside a CUDA graph of ``repeats`` calls, else by the clock."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return median(times) * 1e6
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    times = []
+    for _ in range(7):
+        dist.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / repeats * 1e3)
+    return median(times)
+
+
+def operand(rows: int, rank: int, device: torch.device) -> torch.Tensor:
+    """bf16 [rows, HIDDEN] of one rank; the leading rows are the same whatever ``rows``."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(rows, HIDDEN, generator=generator).to(torch.bfloat16).to(device)
+
+
+def measure_collectives(rank: int, ranks: int, port: int, device_name: str, sizes: Sequence[int], out: Any) -> None:
+    """One rank's part of the first table; rank 0 puts times and the number of differing elements into ``out``."""
+    device = torch.device(device_name, rank) if device_name == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    group = RankGroup(rank, ranks, dist.group.WORLD)
+    kinds = kinds_of_all_reduce(group, device)
+    times: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
+    differing = dict.fromkeys(("ranks", "rows", "kinds"), 0)
+    single = operand(1, rank, device)
+    for rows in sizes:
+        x = operand(rows, rank, device)
+        sums = {kind: reduce(x) for kind, reduce in kinds.items()}
+        for kind, reduce in kinds.items():
+            everywhere = group.all_gather(sums[kind][None], dim=0)
+            differing["ranks"] += int((everywhere != everywhere[:1]).sum())
+            differing["rows"] += int((sums[kind][:1] != reduce(single)).sum())
+            differing["kinds"] += int((sums[kind] != sums["engine"]).sum())
+            times[kind][rows * HIDDEN * 2] = microseconds(lambda reduce=reduce, x=x: reduce(x), device)  # type: ignore[misc]
+    gathers = {}
+    for rows in GATHER_ROWS:
+        logits = torch.zeros(rows, VOCAB // ranks, device=device)
+        gathers[rows] = microseconds(lambda logits=logits: group.all_gather(logits), device)  # type: ignore[misc]
+    if rank == 0:
+        out.put((times, gathers, differing))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def collectives(ranks: int, device_name: str) -> tuple[dict[str, dict[int, float]], dict[int, float], dict[str, int]]:
+    """Times by kind and bytes, times of the gather by rows, and numbers of differing elements."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("spawn")
+    out = context.SimpleQueue()
+    sizes = ROWS if device_name == "cuda" else ROWS[:3]
+    arguments = (ranks, store.port, device_name, sizes, out)
+    mp.spawn(measure_collectives, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
+    return out.get()
+
+
+def generate(spec: ModelSpec, prompts: list[list[int]], tp: int, device: str) -> tuple[list[list[int]], float]:
+    """Greedy tokens of every prompt, and the most bytes that rank 0 held."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    config = EngineConfig(weights="dummy", device=device, max_num_seqs=8, max_seq_len=1024, num_blocks=512)
+    engine = Engine.from_pretrained("random/model", spec=spec, config=config, tp=tp)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        elapsed_s = time.perf_counter() - start
+        peak = engine.metrics()["peak_device_bytes"]
+        print(f"tp={tp}: {8 * NUM_TOKENS / elapsed_s:.0f} tokens/s, peak of rank 0 {peak / 1e9:.2f} GB")
+        return [output.outputs[0].token_ids for output in outputs], peak
+    finally:
+        engine.close()
+
+
+def reference(spec: ModelSpec, device: str) -> Any:
+    """The same random model in transformers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        attn_implementation="eager",
+    )
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+    weights = Decoder.random(spec, 0, numerics=Numerics(), dtype=torch.bfloat16, device=device).tensors()
+    model.load_state_dict(weights, strict=True)
+    return model
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompts: list[list[int]], device: str) -> list[list[int]]:
+    """What transformers generates, one prompt at a time."""
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+        )
+        texts.append(text[0, len(prompt) :].tolist())
+    return texts
+
+
+@torch.inference_mode()
+def margin(model: Any, ids: list[int], device: str) -> float:
+    """How far the best logit is above the next one after ``ids``, by transformers' hidden state and an fp32 head."""
+    hidden = model.model(torch.tensor([ids], device=device)).last_hidden_state[0, -1].float()
+    logits = torch.cat([part.float() @ hidden for part in model.lm_head.weight.split(16384)])
+    top = logits.topk(2).values
+    return float(top[0] - top[1])
+
+
+def compare(name: str, ours: list[list[int]], theirs: list[list[int]], prompts: list[list[int]], model: Any) -> bool:
+    """Print where two sets of texts part; whether every margin there is small."""
+    device = str(model.lm_head.weight.device)
+    firsts, margins = [], []
+    for prompt, left, right in zip(prompts, ours, theirs, strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)
+        firsts.append(NUM_TOKENS if first is None else first)
+        if first is not None:
+            margins.append(margin(model, prompt + left[:first], device))
+    widest = max(margins, default=0.0)
+    print(
+        f"{name}: {len(margins)} of {len(prompts)} texts differ; first divergence, median {median(firsts):g} of "
+        f"{NUM_TOKENS}, all {firsts}; widest margin there {widest:.4f}"
+    )
+    return widest < MOST_MARGIN
+
+
+def main() -> int:
+    """Both parts; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("cards.yaml"))
+    arguments = parser.parse_args()
+    ranks, device = arguments.ranks, arguments.device
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    print(f"{ranks} x {name}, torch {torch.__version__}")
+
+    times, gathers, differing = collectives(ranks, device)
+    print(f"differing elements: {differing}")
+    print("all-reduce of bf16, us: " + " | ".join(("bytes", *times)))
+    for size in times["engine"]:
+        print(f"{size} | " + " | ".join(f"{of[size]:.1f}" for of in times.values()))
+    print("gather of fp32 logits, us by rows: " + ", ".join(f"{rows}: {us:.1f}" for rows, us in gathers.items()))
+    source = f"benchmarks/cards.py --ranks {ranks}, {name}, torch {torch.__version__}, inside a CUDA graph"
+    for kind, of in times.items():
+        path = arguments.out.with_stem(f"{arguments.out.stem}_{kind}")
+        points = {ranks: {size: round(us, 2) for size, us in of.items()}}
+        table = {"value": points, "source": f"{source}, {kind}", "assumed": False}
+        path.write_text(yaml.safe_dump({"all_reduce_us": table}, sort_keys=False))
+    sys.stdout.flush()
+
+    spec = QWEN3_8B if device == "cuda" else SMALL
+    numbers = random.Random(0)
+    prompts = [[numbers.randrange(spec.vocab_size) for _ in range(numbers.randrange(16, 129))] for _ in range(8)]
+    sharded, _ = generate(spec, prompts, ranks, device)
+    whole, _ = generate(spec, prompts, 1, device)
+    model = reference(spec, device)
+    theirs = greedy(model, prompts, device)
+    agree = [
+        compare(f"tp={ranks} and tp=1", sharded, whole, prompts, model),
+        compare(f"tp={ranks} and transformers", sharded, theirs, prompts, model),
+        compare("tp=1 and transformers", whole, theirs, prompts, model),
+    ]
+    return 0 if all(agree) and not any(differing.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
