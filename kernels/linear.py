@@ -12,7 +12,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from paged.kernels.numerics import Numerics, compute_dtype
+from paged.kernels.numerics import Numerics, compute_dtype, fold_tree
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def linear(
@@ -34,53 +36,85 @@ def linear(
     """
     _check(x_TK, weight_NK, bias_N)
     if k_segments != 1:
-        return _linear_segments(x_TK, weight_NK, bias_N, numerics, k_segments)
-    if not numerics.is_invariant:
-        return F.linear(x_TK, weight_NK, bias_N)
-    return _in_row_tiles(x_TK, numerics.gemm_rows, lambda tile_RK: F.linear(tile_RK, weight_NK, bias_N))
+        return add_bias(partial_linear(x_TK, weight_NK, numerics=numerics, k_segments=k_segments), bias_N, x_TK.dtype)
+    return _in_tiles(x_TK, weight_NK, bias_N, numerics, F.linear)
+
+
+def partial_linear(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, *, numerics: Numerics, k_segments: int = 1
+) -> torch.Tensor:
+    """``x @ weight.T`` [T, N] over the part of K that is given, left in fp32 (fp64): a term of a longer sum.
+
+    Args:
+        x_TK: activations; rows may be apart, elements of a row adjoin.
+        weight_NK: weights, contiguous, of the same dtype.
+        numerics: how sums are formed.
+        k_segments: parts of this K summed apart, then folded as a balanced tree.
+    """
+    _check(x_TK, weight_NK, None)
+    size, rest = divmod(x_TK.shape[1], k_segments)
+    if rest:
+        raise ValueError(f"the product's inner size {x_TK.shape[1]} must be a multiple of k_segments {k_segments}")
+    parts = zip(x_TK.split(size, dim=1), weight_NK.split(size, dim=1), strict=True)
+    return fold_tree([_wide_product(x_part, weight_part.contiguous(), numerics) for x_part, weight_part in parts])
+
+
+def add_bias(total_TN: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The finished sum of ``partial_linear``'s terms: with the bias, rounded to ``dtype``."""
+    return (total_TN if bias_N is None else total_TN + bias_N).to(dtype)
 
 
 def head_logits(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, numerics: Numerics) -> torch.Tensor:
     """Logits [T, N] in fp32 (fp64 for fp64 models), straight from the product's accumulator: never rounded to less."""
     _check(x_TK, weight_NK, None)
-    dtype = compute_dtype(x_TK.dtype)
-    if x_TK.dtype == dtype:
-        return linear(x_TK, weight_NK, numerics=numerics)
-    if x_TK.is_cuda:
-
-        def product(tile_RK: torch.Tensor) -> torch.Tensor:
-            return torch.mm(tile_RK, weight_NK.t(), out_dtype=dtype)
-
-        return _in_row_tiles(x_TK, numerics.gemm_rows, product) if numerics.is_invariant else product(x_TK)
+    if x_TK.is_cuda or x_TK.dtype == compute_dtype(x_TK.dtype):
+        return _wide_product(x_TK, weight_NK, numerics)
     # An upcast copy of a whole vocabulary would be larger than the model's other transients.
-    parts = [linear(x_TK.to(dtype), part.to(dtype), numerics=numerics) for part in weight_NK.split(numerics.head_rows)]
+    parts = [_wide_product(x_TK, part, numerics) for part in weight_NK.split(numerics.head_rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _linear_segments(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics, k_segments: int
-) -> torch.Tensor:
-    size, rest = divmod(x_TK.shape[1], k_segments)
-    if rest:
-        raise ValueError(f"the product's inner size {x_TK.shape[1]} must be a multiple of k_segments {k_segments}")
+def _wide_product(x_TK: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """``x @ weight.T`` [T, N] in the dtype that sums are formed in."""
     dtype = compute_dtype(x_TK.dtype)
-    sums = [
-        linear(x_part.to(dtype), weight_part.to(dtype).contiguous(), numerics=numerics)
-        for x_part, weight_part in zip(x_TK.split(size, dim=1), weight_NK.split(size, dim=1), strict=True)
-    ]
-    while len(sums) > 1:
-        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    total_TN = sums[0] if bias_N is None else sums[0] + bias_N
-    return total_TN.to(x_TK.dtype)
+    if x_TK.dtype == dtype or not x_TK.is_cuda:
+        return linear(x_TK.to(dtype), weight_NK.to(dtype), numerics=numerics)
+
+    def product(tile_RK: torch.Tensor, part_NK: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        return torch.mm(tile_RK, part_NK.t(), out_dtype=dtype)
+
+    return _in_tiles(x_TK, weight_NK, None, numerics, product)
 
 
-def _in_row_tiles(x_TK: torch.Tensor, num_rows: int, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _in_tiles(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics, product: Product
+) -> torch.Tensor:
+    """Apply ``product`` to tiles of rows, and of columns where their number must not show either."""
+    if not numerics.is_invariant:
+        return product(x_TK, weight_NK, bias_N)
+    if x_TK.is_cuda or not numerics.is_tp_invariant:
+        return _in_row_tiles(x_TK, weight_NK, bias_N, numerics.gemm_rows, product)
+    size = numerics.gemm_columns
+    outputs = []
+    for first in range(0, weight_NK.shape[0], size):
+        part_NK, part_N = weight_NK[first : first + size], None if bias_N is None else bias_N[first : first + size]
+        count = part_NK.shape[0]
+        if count < size:
+            part_NK = F.pad(part_NK, (0, 0, 0, size - count))
+            part_N = None if part_N is None else F.pad(part_N, (0, size - count))
+        outputs.append(_in_row_tiles(x_TK, part_NK, part_N, numerics.gemm_rows, product)[:, :count])
+    return torch.cat(outputs, dim=1)
+
+
+def _in_row_tiles(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, num_rows: int, product: Product
+) -> torch.Tensor:
     """Apply ``product`` to tiles of exactly ``num_rows`` rows: the library never sees how many there really are."""
     total = x_TK.shape[0]
     assert total > 0
     padding = -total % num_rows
     tiles = (F.pad(x_TK, (0, 0, 0, padding)) if padding else x_TK).split(num_rows)
-    outputs = [product(tile_RK) for tile_RK in tiles]
+    outputs = [product(tile_RK, weight_NK, bias_N) for tile_RK in tiles]
     out_TN = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_TN[:total]
 

@@ -8,6 +8,8 @@ Contract, with T rows, E experts, C chosen ones a row, N the hidden width, I an 
 * Slots: a row's chosen experts stand in ascending order of their ids.
 * Experts: each is a gated MLP whose result is rounded to the model's dtype, multiplied by the row's weight and rounded
   again. The products are summed slot after slot in the model's dtype, as Hugging Face's block does expert after expert.
+* Ranks: each holds a part of every expert's width I. Their terms of the results are added up before the weights where
+  ``k_segments`` must give the bits of one rank; otherwise after the sum over the slots, which is C times fewer bytes.
 
 A row of the result is a function of that row and of the weights; under ``invariant`` to the bit, whoever else chose the
 same experts. Nothing is added atomically.
@@ -18,8 +20,9 @@ from __future__ import annotations
 import torch
 
 from paged.kernels.activation import silu_mul
-from paged.kernels.linear import linear
-from paged.kernels.numerics import Numerics
+from paged.kernels.collectives import SINGLE, RankGroup
+from paged.kernels.linear import linear, partial_linear
+from paged.kernels.numerics import Numerics, compute_dtype
 
 
 def route(logits_TE: torch.Tensor, num_chosen: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,6 +56,7 @@ def run_experts(
     *,
     numerics: Numerics,
     k_segments: int = 1,
+    group: RankGroup = SINGLE,
 ) -> torch.Tensor:
     """The weighted sum [T, N] of what each row's experts make of it.
 
@@ -63,7 +67,8 @@ def run_experts(
         gate_up_EIN: [E, 2 I, N]: for each expert the gate's weight, then the other factor's.
         down_ENI: [E, N, I].
         numerics: how sums are formed. Under ``invariant`` an expert's rows go in tiles of constant size.
-        k_segments: of the second product, see ``paged.kernels.linear``.
+        k_segments: of the second product, of this rank's width; see ``paged.kernels.linear``.
+        group: the ranks that hold parts of the experts; the result is whole on each.
     """
     num_rows, num_chosen = experts_TC.shape
     num_experts, inner, hidden = down_ENI.shape[0], down_ENI.shape[2], down_ENI.shape[1]
@@ -74,7 +79,9 @@ def run_experts(
     expert_P = experts_TC.flatten()
     # Pairs of a row and a slot, expert by expert.
     order_P = expert_P.argsort(stable=True)
-    made_PN = x_TN.new_empty(num_rows * num_chosen, hidden)
+    is_wide = group.size > 1 and numerics.reduces_wide
+    product, dtype = (partial_linear, compute_dtype(x_TN.dtype)) if is_wide else (linear, x_TN.dtype)
+    made_PN = x_TN.new_empty(num_rows * num_chosen, hidden, dtype=dtype)
     first = 0
     for expert, count in enumerate(expert_P.bincount(minlength=num_experts).tolist()):
         if not count:
@@ -82,10 +89,13 @@ def run_experts(
         pair_R = order_P[first : first + count]
         first += count
         gate_up_RI = linear(x_TN[pair_R // num_chosen], gate_up_EIN[expert], numerics=numerics)
-        out_RN = linear(silu_mul(gate_up_RI), down_ENI[expert], numerics=numerics, k_segments=k_segments)
-        made_PN[pair_R] = out_RN * weights_TC.flatten()[pair_R, None]
-    made_TCN = made_PN.unflatten(0, (num_rows, num_chosen))
+        made_PN[pair_R] = product(silu_mul(gate_up_RI), down_ENI[expert], numerics=numerics, k_segments=k_segments)
+    if numerics.k_segments > 1:
+        made_PN = group.all_reduce(made_PN).to(x_TN.dtype)
+    made_TCN = made_PN.unflatten(0, (num_rows, num_chosen)) * weights_TC[:, :, None]
     total_TN = made_TCN[:, 0]
     for slot in range(1, num_chosen):
         total_TN = total_TN + made_TCN[:, slot]
-    return total_TN
+    if numerics.k_segments > 1:
+        return total_TN
+    return group.all_reduce(total_TN).to(x_TN.dtype)

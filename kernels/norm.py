@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.kernels.numerics import compute_dtype
+from paged.kernels.numerics import compute_dtype, fold_tree
 
 
 def rms_norm(x_N: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
@@ -22,7 +22,25 @@ def rms_norm(x_N: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Ten
     assert weight_N.shape == x_N.shape[-1:], (x_N.shape, weight_N.shape)
     assert weight_N.dtype == x_N.dtype, (x_N.dtype, weight_N.dtype)
     assert x_N.stride(-1) == 1, x_N.stride()
+    return scale_rows(x_N, weight_N, eps, sum_of_squares(x_N), x_N.shape[-1])
+
+
+def sum_of_squares(x_N: torch.Tensor, k_segments: int = 1) -> torch.Tensor:
+    """Sums [..., 1] of the squares of rows [..., N], in fp32 (fp64).
+
+    Args:
+        x_N: rows; elements of a row adjoin.
+        k_segments: parts of N summed apart, then folded as a balanced tree.
+    """
     wide_N = x_N.to(compute_dtype(x_N.dtype))
-    mean_1 = wide_N.square().mean(-1, keepdim=True)
+    if k_segments == 1:
+        return wide_N.square().sum(-1, keepdim=True)
+    sum_S = wide_N.unflatten(-1, (k_segments, -1)).square().sum(-1)
+    return fold_tree(sum_S.split(1, dim=-1))
+
+
+def scale_rows(x_N: torch.Tensor, weight_N: torch.Tensor, eps: float, sum_1: torch.Tensor, width: int) -> torch.Tensor:
+    """``rms_norm`` of rows of which ``x`` [..., N] may be a part: their sum of squares and their width are given."""
     # In fp32 and fp64 rsqrt gives the same bits wherever an element stands; in bf16 it does not.
-    return weight_N * (wide_N * torch.rsqrt(mean_1 + eps)).to(x_N.dtype)
+    scaled_N = x_N.to(sum_1.dtype) * torch.rsqrt(sum_1 / width + eps)
+    return weight_N * scaled_N.to(x_N.dtype)

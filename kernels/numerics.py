@@ -65,16 +65,20 @@ class Numerics:
         """Whether a row's bits must hang on that row alone."""
         return self.mode == "invariant"
 
-    def reduces_wide(self, dtype: torch.dtype) -> bool:
-        """Whether ranks of a model in ``dtype`` add up products that are not rounded to it."""
-        return (self.k_segments > 1 or self.reduce_dtype == "float32") and dtype != compute_dtype(dtype)
+    @property
+    def reduces_wide(self) -> bool:
+        """Whether what ranks add up is left as wide as it was computed."""
+        return self.k_segments > 1 or self.reduce_dtype == "float32"
 
-    def numerics_id(
-        self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str, tp: int = 1
-    ) -> str:
+    @property
+    def is_tp_invariant(self) -> bool:
+        """Whether the bits are the same over every number of ranks that divides ``k_segments``."""
+        return self.is_invariant and self.k_segments > 1
+
+    def numerics_id(self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str, tp: int = 1) -> str:
         """12 hexadecimal digits over the constants, the dtypes, the kind of device and the version of torch.
 
-        The number of ranks ``tp`` counts too, unless ``k_segments`` makes their bits agree.
+        The number of ranks ``tp`` counts too, unless the bits are the same over all of them.
 
         On the CPU what the libraries make of a few fixed products counts too: they choose their kernels by instruction
         set, number of threads and environment, which no version tells.
@@ -82,7 +86,7 @@ class Numerics:
         device = torch.device(device)
         facts: dict[str, object] = {"constants": asdict(self), "dtype": str(dtype), "kv_dtype": str(kv_dtype)}
         facts["torch"] = torch.__version__
-        facts["tp"] = tp if self.k_segments == 1 else None
+        facts["tp"] = None if self.is_tp_invariant else tp
         if device.type == "cpu":
             facts["device"] = ["cpu", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
             facts["bits"] = self._cpu_bits(dtype)
@@ -97,6 +101,8 @@ class Numerics:
         for kind in dict.fromkeys((dtype, compute_dtype(dtype))):
             x_TK, weight_NK = _fixed_numbers(self.gemm_rows, 512, kind), _fixed_numbers(768, 512, kind)
             results = [F.linear(x_TK, weight_NK), torch.exp(x_TK)]
+            if self.is_tp_invariant:
+                results.append(F.linear(x_TK, weight_NK[: self.gemm_columns]))
             if kind == compute_dtype(dtype):
                 left = _fixed_numbers(self.bmm_items * 2, 64, kind).view(self.bmm_items, 2, 64)
                 right = _fixed_numbers(self.bmm_items * self.kv_tile, 64, kind).view(self.bmm_items, self.kv_tile, 64)

@@ -144,6 +144,18 @@ def masses(
     return _round_to_masses(_scale(logits_RV, row_max_R, _divisor(temperature_R)), bits)
 
 
+def sum_of_masses(logits_RV: Tensor, temperature_R: Tensor, row_max_R: Tensor, vocab_size: int) -> Tensor:
+    """Sum of the masses over a row or a shard of it, int64 [R]; the arguments are those of ``masses``.
+
+    A few rows at a time: the temporaries stay small, and integers add up the same. A shard may have no columns.
+    """
+    bits, rows = mass_bits(vocab_size), _tile_rows(logits_RV)
+    columns = (logits_RV, row_max_R, _divisor(temperature_R))
+    tiles = zip(*(torch.split(column, rows) for column in columns), strict=True)
+    sums = [_round_to_masses(_scale(*tile), bits).sum(1) for tile in tiles]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
 def log_of_mass(mass_R: Tensor, vocab_size: int) -> Tensor:
     """Natural logarithm of a sum of masses relative to the likeliest token's, float64; -inf for 0."""
     return torch.log(mass_R.to(torch.float64) * 2.0 ** -mass_bits(vocab_size))
@@ -156,7 +168,27 @@ def log_sum_exp(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     without a distribution.
     """
     _check_rows(logits_RV, temperature_R)
-    return _log_sum_exp(logits_RV, logits_RV.amax(-1), _divisor(temperature_R))
+    row_max_R, vocab_size = logits_RV.amax(-1), logits_RV.shape[1]
+    mass_R = sum_of_masses(logits_RV, temperature_R, row_max_R, vocab_size)
+    return log_sum_exp_of_mass(mass_R, row_max_R, vocab_size)
+
+
+def log_sum_exp_of_mass(mass_R: Tensor, row_max_R: Tensor, vocab_size: int) -> Tensor:
+    """``log_sum_exp`` of rows whose whole mass and highest logit are known."""
+    return log_of_mass(mass_R, vocab_size).masked_fill_(~torch.isfinite(row_max_R), torch.nan)
+
+
+def logprobs_of_logits(logits_RK: Tensor, temperature_R: Tensor, row_max_R: Tensor, log_sum_exp_R: Tensor) -> Tensor:
+    """Log-probabilities [R, K] of tokens whose raw logits are given, in the type of these.
+
+    Args:
+        logits_RK: logits of K tokens of each row.
+        temperature_R: float64; 0 counts as 1.
+        row_max_R: highest logit of the whole row, in the type of the logits.
+        log_sum_exp_R: of the whole row, from ``log_sum_exp``.
+    """
+    scaled_RK = _scale(logits_RK, row_max_R, _divisor(temperature_R))
+    return (scaled_RK - log_sum_exp_R.unsqueeze(1)).to(logits_RK.dtype)
 
 
 def token_logprobs(logits_RV: Tensor, temperature_R: Tensor, token_ids: Tensor) -> Tensor:
@@ -177,11 +209,9 @@ def token_logprobs(logits_RV: Tensor, temperature_R: Tensor, token_ids: Tensor) 
     assert token_ids.dtype == torch.int64, token_ids.dtype
     assert token_ids.ndim in (1, 2), token_ids.shape
     assert token_ids.shape[0] == logits_RV.shape[0], (token_ids.shape, logits_RV.shape)
-    row_max_R, divisor_R = logits_RV.amax(-1), _divisor(temperature_R)
     ids_RK = token_ids if token_ids.ndim == 2 else token_ids.unsqueeze(1)
-    scaled_RK = _scale(logits_RV.gather(1, ids_RK), row_max_R, divisor_R)
-    logprobs_RK = scaled_RK - _log_sum_exp(logits_RV, row_max_R, divisor_R).unsqueeze(1)
-    return logprobs_RK.to(logits_RV.dtype).view(token_ids.shape)
+    totals = logits_RV.amax(-1), log_sum_exp(logits_RV, temperature_R)
+    return logprobs_of_logits(logits_RV.gather(1, ids_RK), temperature_R, *totals).view(token_ids.shape)
 
 
 def top_logprobs(logits_RV: Tensor, temperature_R: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -520,17 +550,6 @@ def _sum_of_masses(scaled_RV: Tensor, bits: int) -> Tensor:
     """Sum over the row, int64 [R], a few rows at a time: the temporaries stay small, and integers add up the same."""
     tiles = [_round_to_masses(tile, bits).sum(1) for tile in torch.split(scaled_RV, _tile_rows(scaled_RV))]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-
-
-def _log_sum_exp(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor) -> Tensor:
-    rows = _tile_rows(logits_RV)
-    bits = mass_bits(logits_RV.shape[1])
-    sums = [
-        _round_to_masses(_scale(*tile), bits).sum(1)
-        for tile in zip(*(torch.split(column, rows) for column in (logits_RV, row_max_R, divisor_R)), strict=True)
-    ]
-    logs_R = log_of_mass(torch.cat(sums), logits_RV.shape[1])
-    return logs_R.masked_fill_(~torch.isfinite(row_max_R), torch.nan)
 
 
 def _tile_rows(values_RV: Tensor) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ranks import RankPool
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -15,3 +17,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Processes that run functions as ranks."""
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -34,7 +34,6 @@ from paged.kernels.attention import BatchLayout
 from paged.kernels.rope import rope_tables
 from paged.kernels.sampling import SampledRows, SamplingColumns
 from paged.model import checkpoint as checkpoint_module
-from paged.model import decoder as decoder_module
 from paged.model import layers as layers_module
 from paged.model.layers import Layer, Linear
 from paged.runner import runner as runner_module
@@ -339,7 +338,7 @@ def rows_batched(fault: Fault) -> None:
 
 
 def lm_head_batched(fault: Fault) -> None:
-    @fault.replaces(decoder_module, "head_logits")
+    @fault.replaces(layers_module, "head_logits")
     def head_logits(original: Any, x_TK: Tensor, weight_NK: Tensor, **options: Any) -> Tensor:
         fault.reach()
         return F.linear(x_TK, weight_NK)

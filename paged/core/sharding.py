@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paged.core.model_spec import ModelSpec
+
+# Modules by the last word of their name: cut in their outputs, or in the inputs of their weight.
+VOCABULARY = ("embed_tokens", "lm_head")
+BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_norm", "k_norm")
+BY_INPUT = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a tensor: places ``start`` to ``stop - 1`` of dimension ``dim``; ``None``: all of it."""
+
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part as an index of the tensor."""
+        if self.dim is None:
+            return (slice(None),)
+        return (*[slice(None)] * self.dim, slice(self.start, self.stop))
 
 
 def check_tp(spec: ModelSpec, tp: int) -> None:
@@ -25,6 +46,23 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
         violated.append(f"divide intermediate_size {spec.intermediate_size}{experts}")
     if violated:
         raise ValueError(f"tp must {', and '.join(violated)}, not {tp}")
+
+
+def check_k_segments(spec: ModelSpec, tp: int, k_segments: int) -> None:
+    """Refuse segments of the inner products that the model or its ranks can't be cut into; 1 is always possible.
+
+    Raises:
+        ValueError: one sentence that names everything that is violated.
+    """
+    if k_segments == 1:
+        return
+    violated = [] if k_segments % tp == 0 else [f"be a multiple of tp {tp}"]
+    sizes = {"num_attention_heads * head_dim": spec.q_size, "intermediate_size": spec.intermediate_size}
+    if spec.qk_norm == "full":
+        sizes["num_key_value_heads * head_dim"] = spec.kv_size
+    violated += [f"divide {name} {size}" for name, size in sizes.items() if size % k_segments]
+    if violated:
+        raise ValueError(f"numerics.k_segments must {', and '.join(violated)}, not {k_segments}")
 
 
 def local_spec(spec: ModelSpec, tp: int) -> ModelSpec:
@@ -48,6 +86,28 @@ def local_spec(spec: ModelSpec, tp: int) -> ModelSpec:
         intermediate_size=spec.intermediate_size // tp,
         eos_token_ids=(),
     )
+
+
+def local_part(spec: ModelSpec, name: str, rank: int, tp: int) -> Part:
+    """The part of the checkpoint's tensor ``name`` that ``rank`` of ``tp`` holds.
+
+    The last parts of the vocabulary may be shorter than the local tensor, even empty: what is left is padding. Ranks
+    that share a key/value head hold the same part.
+    """
+    module, kind = name.split(".")[-2:]
+    if module in VOCABULARY:
+        size = padded_vocab_size(spec, tp) // tp
+        return Part(0, min(rank * size, spec.vocab_size), min((rank + 1) * size, spec.vocab_size))
+    if module in BY_INPUT and kind == "weight":
+        size = (spec.q_size if module == "o_proj" else spec.intermediate_size) // tp
+        return Part(1, rank * size, (rank + 1) * size)
+    if module not in BY_OUTPUT or (module in ("q_norm", "k_norm") and spec.qk_norm != "full"):
+        return Part()
+    if module in ("k_proj", "v_proj", "k_norm"):
+        start = rank * spec.num_kv_heads // tp * spec.head_dim
+        return Part(0, start, start + max(1, spec.num_kv_heads // tp) * spec.head_dim)
+    size = (spec.q_size if module in ("q_proj", "q_norm") else spec.intermediate_size) // tp
+    return Part(0, rank * size, (rank + 1) * size)
 
 
 def padded_vocab_size(spec: ModelSpec, tp: int) -> int:

@@ -14,8 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paged.core.model_spec import ModelSpec
+from paged.core.sharding import Part, check_k_segments, check_tp, local_parameter_shapes, local_part
+from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.numerics import Numerics
 from paged.model.decoder import TORCH_DTYPES, Decoder
+from paged.model.parallel import Cut, build_decoder, part_of, write_part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,6 +60,7 @@ def load_decoder(
     folder: Path | str,
     *,
     numerics: Numerics,
+    group: RankGroup = SINGLE,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     max_positions: int | None = None,
@@ -67,20 +71,27 @@ def load_decoder(
     streamed tensor by tensor into the decoder's own memory, rounded to ``dtype`` (``None``: the config's), so that
     host memory holds the model and one tensor at most. Experts may be stored one by one or fused by layer.
 
+    Each rank of a ``group`` checks the whole model's tensors, but reads its own part of each; nothing is exchanged.
+
     Raises:
-        ValueError: the configuration is malformed or not supported; names the file and the field.
+        ValueError: the configuration is malformed or not supported; names the file and the field. Or the model can't
+            be cut over the group's ranks.
         CheckpointError: the tensors are not exactly those of the architecture; lists every violation.
     """
     folder = Path(folder)
     spec = ModelSpec.from_folder(folder, max_seq_len=max_positions)
-    stored = check_checkpoint(folder, spec)
-    decoder = Decoder(spec, numerics=numerics, dtype=dtype, device=device, max_positions=max_positions)
+    check_tp(spec, group.size)
+    check_k_segments(spec, group.size, numerics.k_segments)
+    stored = check_checkpoint(folder, spec, group)
+    decoder = build_decoder(
+        spec, numerics=numerics, group=group, dtype=dtype, device=device, max_positions=max_positions
+    )
     targets = decoder.tensors()
-    assert {name: tuple(t.shape) for name, t in targets.items()} == spec.parameter_shapes()
-    for name, tensor in _read_tensors(folder, stored):
-        if name in targets:
-            targets[name].copy_(tensor)
-        del tensor  # before the next one is read
+    shapes = local_parameter_shapes(spec, group.size)
+    assert {name: tuple(target.shape) for name, target in targets.items()} == shapes
+    for name, part in _read_parts(folder, stored, targets.keys(), part_of(decoder)):
+        write_part(targets[name], part)
+        del part  # before the next one is read
     return decoder
 
 
@@ -90,6 +101,9 @@ def update_decoder(decoder: Decoder, weights: Mapping[str, torch.Tensor] | Path 
     Everything is checked before anything is written. The old weights are kept on the host while the new ones are
     copied, and put back if that fails or is interrupted: host memory holds the model once more.
 
+    All ranks of a sharded decoder call this together, each with the whole weights, of which it takes its part. If one
+    rank fails, none changes.
+
     Args:
         decoder: its tensors keep their addresses.
         weights: tensors by Hugging Face name on any device, rounded to the decoder's dtype; or a checkpoint folder.
@@ -97,38 +111,54 @@ def update_decoder(decoder: Decoder, weights: Mapping[str, torch.Tensor] | Path 
     Raises:
         ValueError: the folder's ``config.json`` describes another model, or other end tokens.
         CheckpointError: the tensors are not exactly those of the model; lists every violation.
+        RuntimeError: another rank failed, and raises its own error.
     """
-    spec, targets = decoder.spec, decoder.tensors()
-    if isinstance(weights, Mapping):
-        # One look at the mapping: it may answer differently the next time.
-        tensors = _tensors_of(dict(weights.items()), spec, targets)
-    else:
-        folder = Path(weights)
-        found = ModelSpec.from_folder(folder, max_seq_len=decoder.max_positions)
-        spec.check_agrees(found)
-        if found.eos_token_ids != spec.eos_token_ids:
-            ends = f"{list(found.eos_token_ids)} instead of {list(spec.eos_token_ids)}"
-            raise ValueError(f"{folder}: eos_token_id is {ends}; other end tokens need a new engine")
-        tensors = _read_tensors(folder, check_checkpoint(folder, spec))
+    targets = decoder.tensors()
     old: dict[str, torch.Tensor] = {}
+    error: BaseException | None = None
     try:
-        for name, tensor in tensors:
-            if name in targets:
-                assert tensor.shape == targets[name].shape, f"{name} changed its shape after it was checked"
+        try:
+            for name, part in _checked_parts(decoder, weights):
+                assert part.shape[1:] == targets[name].shape[1:], f"{name} changed its shape after it was checked"
                 old[name] = targets[name].to("cpu", copy=True)
-                targets[name].copy_(tensor)
-            del tensor
-        assert old.keys() == targets.keys(), "tensors that were there when they were checked are gone"
+                write_part(targets[name], part)
+                del part
+            assert old.keys() == targets.keys(), "tensors that were there when they were checked are gone"
+        except BaseException as raised:
+            error = raised
+        has_failed = torch.tensor([error is not None], device=decoder.device)
+        failed = decoder.group.all_gather(has_failed).nonzero().flatten().tolist()
+        if error is None and failed:
+            error = RuntimeError(f"the weights stay as they were on all ranks, because rank {failed[0]} failed")
+        if error is not None:
+            raise error
     except BaseException:
         for name, tensor in old.items():
             targets[name].copy_(tensor)
         raise
 
 
-def _tensors_of(
-    weights: Mapping[str, torch.Tensor], spec: ModelSpec, targets: Mapping[str, torch.Tensor]
+def _checked_parts(
+    decoder: Decoder, weights: Mapping[str, torch.Tensor] | Path | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A state dict's tensors by the names of ``targets``, once all are checked.
+    """This rank's part of every tensor, by the names of the decoder's, once all are checked."""
+    spec, targets = decoder.spec, decoder.tensors()
+    if isinstance(weights, Mapping):
+        # One look at the mapping: it may answer differently the next time.
+        return _parts_of(dict(weights.items()), spec, targets, part_of(decoder))
+    folder = Path(weights)
+    found = ModelSpec.from_folder(folder, max_seq_len=decoder.max_positions)
+    spec.check_agrees(found)
+    if found.eos_token_ids != spec.eos_token_ids:
+        ends = f"{list(found.eos_token_ids)} instead of {list(spec.eos_token_ids)}"
+        raise ValueError(f"{folder}: eos_token_id is {ends}; other end tokens need a new engine")
+    return _read_parts(folder, check_checkpoint(folder, spec, decoder.group), targets.keys(), part_of(decoder))
+
+
+def _parts_of(
+    weights: Mapping[str, torch.Tensor], spec: ModelSpec, targets: Mapping[str, torch.Tensor], cut: Cut
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parts of a state dict's tensors by the names of ``targets``, once all are checked.
 
     Those that lie in the memory of ``targets`` are copies: writing one target must not change what another gets.
     """
@@ -153,48 +183,69 @@ def _tensors_of(
         raise CheckpointError("the state dict", violations)
     own = {target.untyped_storage().data_ptr() for target in targets.values()}
     safe = {name: t.clone() if t.untyped_storage().data_ptr() in own else t for name, t in chosen.items()}
-    return (pair for name, tensor in safe.items() for pair in _split_if_fused(name, tensor))
-
-
-def _split_if_fused(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    fused = FUSED_EXPERTS.fullmatch(name)
-    return iter([(name, tensor)]) if fused is None else _split_experts(tensor, *fused.groups())
+    return (pair for name, tensor in safe.items() for pair in _parts(name, tensor, targets, cut))
 
 
 def _is_ignored(name: str) -> bool:
     return IGNORED_BUFFERS.fullmatch(name) is not None
 
 
-def _read_tensors(folder: Path, stored: Mapping[str, _StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that ``check_checkpoint`` found, one at a time, file by file; fused experts one by one."""
+def _read_parts(
+    folder: Path, stored: Mapping[str, _StoredTensor], wanted: Collection[str], cut: Cut
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parts of the tensors that ``check_checkpoint`` found, one at a time, file by file.
+
+    They lie in the file's own pages: copy them before the iterator goes on.
+    """
     by_file: dict[str, list[str]] = {}
     for name, place in stored.items():
         by_file.setdefault(place.file, []).append(name)
     for file, names in by_file.items():
         with safe_open(folder / file, framework="pt") as reader:
             for name in names:
-                if (fused := FUSED_EXPERTS.fullmatch(name)) is not None:
-                    yield from _split_experts(reader.get_slice(name), *fused.groups())
-                else:
-                    yield name, reader.get_tensor(name)
+                yield from _parts(name, reader.get_slice(name), wanted, cut)
 
 
-def _split_experts(fused: Any, prefix: str, part: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """A layer's fused experts under the names of each expert's own tensors."""
+def _parts(name: str, whole: Any, wanted: Collection[str], cut: Cut) -> Iterator[tuple[str, torch.Tensor]]:
+    """The part of a tensor, or of each expert's tensors where a layer's are fused; nothing for a name not ``wanted``.
+
+    ``whole`` gives tensors when it is indexed: a tensor, or a file's slice, which reads no more than is asked for.
+    """
+    fused = FUSED_EXPERTS.fullmatch(name)
+    if fused is None:
+        if name in wanted:
+            yield name, cut(name, whole)
+        return
+    prefix, part = fused.groups()
     names = ("gate", "up") if part == "gate_up" else ("down",)
-    num_experts = fused.shape[0] if isinstance(fused, torch.Tensor) else fused.get_shape()[0]
+    num_experts, num_rows = (whole.shape if isinstance(whole, torch.Tensor) else whole.get_shape())[:2]
+    size = num_rows // len(names)
     for expert in range(num_experts):
-        parts = list(fused[expert].chunk(len(names)))
-        for name in names:
-            # Handed over, not kept: the caller decides how long it lives.
-            yield f"{prefix}{expert}.{name}_proj.weight", parts.pop(0)
+        for index, matrix in enumerate(names):
+            one = f"{prefix}{expert}.{matrix}_proj.weight"
+            yield one, cut(one, _Matrix(whole, expert, index * size, (index + 1) * size))
 
 
-def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _StoredTensor]:
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Rows ``start`` to ``stop - 1`` of one expert's matrix in a fused tensor ``whole`` [E, rows, columns]."""
+
+    whole: Any
+    expert: int
+    start: int
+    stop: int
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        first, last, _ = index[0].indices(self.stop - self.start)
+        part: torch.Tensor = self.whole[(self.expert, slice(self.start + first, self.start + last), *index[1:])]
+        return part
+
+
+def check_checkpoint(folder: Path | str, spec: ModelSpec, group: RankGroup = SINGLE) -> Mapping[str, _StoredTensor]:
     """Compare the headers of a folder's files with ``spec``; where each tensor of the model lies, if they agree.
 
-    A model with a tied head may store it all the same, provided that it equals the embedding. Buffers of
-    ``IGNORED_BUFFERS`` are left out of the result.
+    A model with a tied head may store it all the same, provided that it equals the embedding; each rank of ``group``
+    compares the rows that it will hold. Buffers of ``IGNORED_BUFFERS`` are left out of the result.
 
     Raises:
         CheckpointError: listing every violation.
@@ -225,7 +276,8 @@ def check_checkpoint(folder: Path | str, spec: ModelSpec) -> Mapping[str, _Store
             violations.append(
                 f"tensor {name} in {tensor.file} has dtype {tensor.dtype}, not one of {', '.join(FLOAT_DTYPES)}"
             )
-    if not violations and HEAD in stored and HEAD in optional and not _equals_embedding(folder, stored):
+    part = local_part(spec, HEAD, group.rank, group.size)
+    if not violations and HEAD in stored and HEAD in optional and not _equals_embedding(folder, stored, part):
         violations.append(f"tensor {HEAD} differs from {EMBEDDING}, though config.json has tie_word_embeddings true")
     if violations:
         raise CheckpointError(folder, violations)
@@ -304,8 +356,8 @@ def _read_index(folder: Path, violations: list[str]) -> dict[str, str] | None:
     return weight_map
 
 
-def _equals_embedding(folder: Path, stored: Mapping[str, _StoredTensor]) -> bool:
-    """Whether the stored head equals the stored embedding, in dtype and bit by bit, read a few rows at a time."""
+def _equals_embedding(folder: Path, stored: Mapping[str, _StoredTensor], part: Part) -> bool:
+    """Whether the part's rows of the stored head equal those of the embedding bit by bit, read a few at a time."""
     head, embedding = stored[HEAD], stored[EMBEDDING]
     if head.dtype != embedding.dtype:
         return False
@@ -314,8 +366,8 @@ def _equals_embedding(folder: Path, stored: Mapping[str, _StoredTensor]) -> bool
         safe_open(folder / embedding.file, framework="pt") as right,
     ):
         head_rows, embedding_rows = left.get_slice(HEAD), right.get_slice(EMBEDDING)
-        for first in range(0, head.shape[0], COMPARED_ROWS):
-            rows = slice(first, first + COMPARED_ROWS)
+        for first in range(part.start, part.stop, COMPARED_ROWS):
+            rows = slice(first, min(first + COMPARED_ROWS, part.stop))
             if not torch.equal(head_rows[rows], embedding_rows[rows]):
                 return False
     return True

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.core.request import stable_hash
 from paged.kernels.attention import BatchLayout
+from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.kv_cache import LayerCache
-from paged.kernels.linear import head_logits
 from paged.kernels.numerics import Numerics
 from paged.kernels.rope import rope_tables
-from paged.model.layers import Layer, Placement, RMSNorm
+from paged.model.layers import Embedding, Head, Layer, Placement, RMSNorm
 
 TORCH_DTYPES = {
     "float64": torch.float64,
@@ -46,6 +45,11 @@ class Decoder(nn.Module):
         dtype: of weights and activations; ``None`` takes the spec's.
         device: where the weights lie.
         max_positions: positions that can be asked for; ``None`` takes the spec's.
+
+    Attributes:
+        spec: the whole model.
+        local_spec: what this decoder holds of it; the cache is made from this one.
+        group: the ranks that hold the model together. One rank's decoder comes from ``paged.model.parallel``.
     """
 
     def __init__(
@@ -62,17 +66,19 @@ class Decoder(nn.Module):
         if dtype not in TORCH_DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, not {dtype}")
         device = torch.device(device)
-        self.spec = spec
+        self.spec = self.local_spec = spec
+        self.group: RankGroup = SINGLE
         self.numerics = numerics
         self.dtype = dtype
         self.device = device
         self.max_positions = spec.max_position_embeddings if max_positions is None else max_positions
         placement = Placement(numerics, dtype, device)
-        self.embedding = placement.weight(spec.vocab_size, spec.hidden_size)
+        self.embedding = Embedding(spec, placement)
         self.layers = nn.ModuleList(Layer(spec, index, placement) for index in range(spec.num_layers))
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, placement)
         tied = spec.tie_word_embeddings
-        self.head = self.embedding if tied else placement.weight(spec.vocab_size, spec.hidden_size)
+        rows = self.embedding.weight if tied else placement.weight(spec.vocab_size, spec.hidden_size)
+        self.head = Head(rows, numerics)
         cos_PD, sin_PD = rope_tables(self.max_positions, spec.head_dim, spec.rope_theta, dtype=dtype, device=device)
         self.cos_PD: torch.Tensor
         self.sin_PD: torch.Tensor
@@ -95,30 +101,20 @@ class Decoder(nn.Module):
         Each tensor hangs on (seed, its name, its shape) and the kind of device; dtypes round the same numbers.
         """
         decoder = cls(spec, numerics=numerics, dtype=dtype, device=device, max_positions=max_positions)
-        for name, tensor in decoder.tensors().items():
-            generator = torch.Generator(device=decoder.device)
-            generator.manual_seed(stable_hash("weights", seed, name) >> 1)
-            # fp64 models round nothing, but start from the same fp32 numbers as the rest.
-            numbers = torch.empty(tensor.shape, dtype=torch.float32, device=decoder.device)
-            numbers.normal_(generator=generator)
-            if name.endswith(".bias"):
-                numbers *= 0.02
-            elif tensor.dim() == 1:
-                numbers = 1 + 0.1 * numbers
-            else:
-                numbers *= tensor.shape[1] ** -0.5
-            tensor.copy_(numbers)
+        targets = decoder.tensors()
+        for name, numbers in random_tensors(spec, seed, decoder.device):
+            targets[name].copy_(numbers)
         return decoder
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by their Hugging Face names, as views: writing to them changes the model."""
-        named: dict[str, torch.Tensor] = {"model.embed_tokens.weight": self.embedding}
+        named: dict[str, torch.Tensor] = {"model.embed_tokens.weight": self.embedding.weight}
         for layer in self.layers:
             assert isinstance(layer, Layer)
             named.update(layer.tensors())
         named.update(self.norm.tensors())
         if not self.spec.tie_word_embeddings:
-            named["lm_head.weight"] = self.head
+            named["lm_head.weight"] = self.head.weight
         # Detached, so that callers may write in place whatever the gradient mode.
         return {name: tensor.detach() for name, tensor in named.items()}
 
@@ -136,7 +132,7 @@ class Decoder(nn.Module):
                 device asserts, so callers check first).
         """
         assert token_ids_T.shape == layout.positions_T.shape, (token_ids_T.shape, layout.positions_T.shape)
-        x_TN = F.embedding(token_ids_T, self.embedding)
+        x_TN = self.embedding(token_ids_T)
         cos_TD, sin_TD = self.cos_PD[layout.positions_T], self.sin_PD[layout.positions_T]
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             x_TN = layer(x_TN, cos_TD, sin_TD, layout, layer_cache)
@@ -146,4 +142,29 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of rows of ``forward``'s result, in fp32 (fp64 for fp64 models)."""
-        return head_logits(hidden_RN, self.head, numerics=self.numerics)
+        logits_RV: torch.Tensor = self.head(hidden_RN)
+        return logits_RV
+
+    @torch.no_grad()
+    def local_logits(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """This rank's columns [R, ceil(vocab / ranks)] of ``logits``; those past the vocabulary's end mean nothing.
+
+        ``paged.kernels.vocab_parallel`` takes them.
+        """
+        return self.head.columns(hidden_RN)
+
+
+def random_tensors(spec: ModelSpec, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The numbers of ``Decoder.random`` in fp32, one tensor at a time, by checkpoint name."""
+    for name, shape in spec.parameter_shapes().items():
+        generator = torch.Generator(device=device)
+        generator.manual_seed(stable_hash("weights", seed, name) >> 1)
+        # fp64 models round nothing, but start from the same fp32 numbers as the rest.
+        numbers = torch.empty(shape, dtype=torch.float32, device=device).normal_(generator=generator)
+        if name.endswith(".bias"):
+            numbers *= 0.02
+        elif len(shape) == 1:
+            numbers = 1 + 0.1 * numbers
+        else:
+            numbers *= shape[1] ** -0.5
+        yield name, numbers

@@ -1,10 +1,11 @@
 """The layers of a decoder: modules that hold weights and call kernels.
 
 Sizes come from a ``ModelSpec`` alone. A rank's part of a sharded model is built from a spec with fewer heads and a
-narrower MLP; what ranks exchange is added from outside, by replacing a module (an attention's ``output``, an MLP's
-``down``) with one that communicates. ``tensors`` names the weights as checkpoints do.
+narrower MLP; what ranks exchange is added from outside, by ``paged.model.parallel``, which replaces a module (an
+attention's ``output``, an MLP's ``down``) with one that communicates. ``tensors`` names the weights as checkpoints do.
 
-Shapes: T rows of the step, N outputs and K inputs of a product, H query heads, D head size, E experts.
+Shapes: T rows of the step, R rows whose logits are wanted, N outputs and K inputs of a product (N alone: the width of
+the residual stream), H query heads, D head size, E experts, L columns of the logits that are computed here.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.kernels.activation import silu_mul
 from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.kv_cache import LayerCache, store
-from paged.kernels.linear import linear
+from paged.kernels.linear import head_logits, linear
 from paged.kernels.moe import route, run_experts
-from paged.kernels.norm import rms_norm
+from paged.kernels.norm import rms_norm, scale_rows, sum_of_squares
 from paged.kernels.numerics import Numerics
 from paged.kernels.rope import apply_rope
 
@@ -39,6 +42,40 @@ class Placement:
     def weight(self, *shape: int) -> nn.Parameter:
         """A weight whose numbers are still to be written."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+class Embedding(nn.Module):
+    """The vectors of the token ids."""
+
+    def __init__(self, spec: ModelSpec, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.weight(spec.vocab_size, spec.hidden_size)
+
+    def forward(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows [T, hidden]; raises IndexError for an id outside the vocabulary (on the CPU; a CUDA device asserts)."""
+        return F.embedding(token_ids_T, self.weight)
+
+
+class Head(nn.Module):
+    """The product that ends in logits, in fp32 (fp64 for fp64 models).
+
+    Args:
+        weight: one row a token id; a tied head is given the embedding's.
+        numerics: how sums are formed.
+    """
+
+    def __init__(self, weight: nn.Parameter, numerics: Numerics) -> None:
+        super().__init__()
+        self.weight = weight
+        self.numerics = numerics
+
+    def forward(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocab]."""
+        return self.columns(hidden_RN)
+
+    def columns(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """Logits [R, L] of the tokens whose rows ``weight`` holds."""
+        return head_logits(hidden_RN, self.weight, numerics=self.numerics)
 
 
 class Linear(nn.Module):
@@ -101,13 +138,52 @@ class RMSNorm(nn.Module):
         yield f"{self.name}.weight", self.weight
 
 
+class QKNorm(nn.Module):
+    """The norms of queries and keys before the rotation: of each head, or of all heads of a row together."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, placement: Placement) -> None:
+        super().__init__()
+        per_head = spec.qk_norm == "head"
+        q_width, k_width = (spec.head_dim, spec.head_dim) if per_head else (spec.q_size, spec.kv_size)
+        # The sums over all heads must not hang on how many of them a rank holds.
+        self.k_segments = 1 if per_head else placement.numerics.k_segments
+        self.q_norm = RMSNorm(f"{prefix}q_norm", q_width, spec.rms_norm_eps, placement)
+        self.k_norm = RMSNorm(f"{prefix}k_norm", k_width, spec.rms_norm_eps, placement)
+
+    def forward(self, q_TK: torch.Tensor, k_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed queries and keys, each [T, its heads * D], contiguous."""
+        return self._normed(self.q_norm, q_TK), self._normed(self.k_norm, k_TK)
+
+    def _normed(self, norm: RMSNorm, x_TK: torch.Tensor) -> torch.Tensor:
+        if self.k_segments == 1:
+            return norm(x_TK.unflatten(-1, (-1, norm.weight.shape[0]))).flatten(1)
+        return scale_rows(x_TK, norm.weight, norm.eps, sum_of_squares(x_TK, self.k_segments), x_TK.shape[1])
+
+    def tensors(self) -> NamedTensors:
+        """Both weights, by checkpoint name."""
+        yield from self.q_norm.tensors()
+        yield from self.k_norm.tensors()
+
+
+class Heads(nn.Module):
+    """The heads' softmax over the keys and values in the cache."""
+
+    def __init__(self, spec: ModelSpec, numerics: Numerics) -> None:
+        super().__init__()
+        self.scale = spec.head_dim**-0.5
+        self.numerics = numerics
+
+    def forward(self, q_THD: torch.Tensor, cache: LayerCache, layout: BatchLayout) -> torch.Tensor:
+        """[T, H, D], see ``paged.kernels.attention``."""
+        return attention(q_THD, cache, layout, scale=self.scale, numerics=self.numerics)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions over the paged cache."""
 
     def __init__(self, spec: ModelSpec, prefix: str, placement: Placement) -> None:
         super().__init__()
         self.spec = spec
-        self.numerics = placement.numerics
         parts = (
             (f"{prefix}q_proj", spec.q_size),
             (f"{prefix}k_proj", spec.kv_size),
@@ -117,13 +193,8 @@ class Attention(nn.Module):
         segments = placement.numerics.k_segments
         self.qkv = Linear(parts, spec.hidden_size, placement, bias=spec.qkv_bias)
         self.output = Linear(out_parts, spec.q_size, placement, bias=spec.o_bias, k_segments=segments)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if spec.qk_norm != "none":
-            per_head = spec.qk_norm == "head"
-            self.q_width, self.k_width = (spec.head_dim, spec.head_dim) if per_head else (spec.q_size, spec.kv_size)
-            self.q_norm = RMSNorm(f"{prefix}q_norm", self.q_width, spec.rms_norm_eps, placement)
-            self.k_norm = RMSNorm(f"{prefix}k_norm", self.k_width, spec.rms_norm_eps, placement)
+        self.qk_norm = None if spec.qk_norm == "none" else QKNorm(spec, prefix, placement)
+        self.heads = Heads(spec, placement.numerics)
 
     def forward(
         self, x_TN: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, layout: BatchLayout, cache: LayerCache
@@ -131,21 +202,21 @@ class Attention(nn.Module):
         """Store the rows' keys and values in ``cache``, then attend; [T, hidden]."""
         spec = self.spec
         q, k, v = self.qkv(x_TN).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q.unflatten(-1, (-1, self.q_width)))
-            k = self.k_norm(k.unflatten(-1, (-1, self.k_width)))
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         if spec.clip_qkv is not None:
             q, k, v = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q, k, v))
         num_rows = x_TN.shape[0]
         q_THD = apply_rope(q.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
         k_TKD = apply_rope(k.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
         store(cache, k_TKD, v.reshape(num_rows, -1, spec.head_dim), layout.cells_T)
-        out_THD = attention(q_THD, cache, layout, scale=spec.head_dim**-0.5, numerics=self.numerics)
-        return self.output(out_THD.flatten(1))
+        out_THD: torch.Tensor = self.heads(q_THD, cache, layout)
+        projected_TN: torch.Tensor = self.output(out_THD.flatten(1))
+        return projected_TN
 
     def tensors(self) -> NamedTensors:
         """All weights, by checkpoint name."""
-        for module in (self.qkv, self.q_norm, self.k_norm, self.output):
+        for module in (self.qkv, self.qk_norm, self.output):
             if module is not None:
                 yield from module.tensors()
 
@@ -173,13 +244,18 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router and its experts, each a gated MLP; all experts of the layer stand in two weights."""
+    """A router and its experts, each a gated MLP; all experts of the layer stand in two weights.
+
+    ``group`` is the ranks that hold parts of the experts, ``k_segments`` those of this rank's part.
+    """
 
     def __init__(self, spec: ModelSpec, prefix: str, placement: Placement) -> None:
         super().__init__()
         self.spec = spec
         self.prefix = prefix
         self.numerics = placement.numerics
+        self.k_segments = placement.numerics.k_segments
+        self.group: RankGroup = SINGLE
         num_experts, size, hidden = spec.num_experts, spec.intermediate_size, spec.hidden_size
         self.router = Linear(((f"{prefix}gate", num_experts),), hidden, placement)
         self.gate_up_EIN = placement.weight(num_experts, 2 * size, hidden)
@@ -191,8 +267,9 @@ class MoE(nn.Module):
         logits_TE = self.router(x_TN)
         experts_TC, weights_TC = route(logits_TE, spec.num_experts_per_token, normalize=spec.norm_topk_prob)
         weights = (weights_TC, self.gate_up_EIN, self.down_ENI)
-        segments = self.numerics.k_segments
-        return run_experts(x_TN, experts_TC, *weights, numerics=self.numerics, k_segments=segments)
+        return run_experts(
+            x_TN, experts_TC, *weights, numerics=self.numerics, k_segments=self.k_segments, group=self.group
+        )
 
     def tensors(self) -> NamedTensors:
         """The router's weight, then each expert's three as views, by checkpoint name."""
