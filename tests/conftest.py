@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from ranks import RankPool
 
 

@@ -397,7 +397,7 @@ def tensor_set_check_removed(fault: Fault) -> None:
     """Whatever the files hold is taken."""
 
     @fault.replaces(checkpoint_module, "check_checkpoint")
-    def check(original: Any, folder: Path, spec: model_spec.ModelSpec) -> Any:
+    def check(original: Any, folder: Path, spec: model_spec.ModelSpec, *rest: Any) -> Any:
         fault.reach()
         stored, _ = checkpoint_module._read_headers(folder, spec.parameter_shapes(), [])
         return stored

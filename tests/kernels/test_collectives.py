@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import RankError, RankPool
 
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.numerics import fold_tree
-from ranks import RankError, RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
@@ -92,7 +92,7 @@ def test_one_rank_issues_nothing() -> None:
     assert SINGLE.all_reduce(x) is SINGLE.all_gather(x) is SINGLE.broadcast(x) is x
     assert (SINGLE.rank, SINGLE.size, SINGLE.num_collectives, SINGLE.num_bytes) == (0, 1, 0, 0)
     for rank, size in ((1, 1), (-1, 2), (0, 2)):
-        with pytest.raises(ValueError, match="rank must be|process_group must be"):
+        with pytest.raises(ValueError, match=r"^(rank|process_group) must be"):
             RankGroup(rank, size)
 
 

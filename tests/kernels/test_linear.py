@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paged.kernels.linear import head_logits, linear
-from paged.kernels.numerics import Numerics
+from paged.kernels.linear import add_bias, head_logits, linear, partial_linear
+from paged.kernels.numerics import Numerics, fold_tree
 
 INVARIANT, FAST = Numerics(), Numerics(mode="fast")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -65,6 +65,36 @@ def test_segments_fold_as_a_balanced_tree() -> None:
     assert torch.equal(whole, (parts[0] + parts[1]) + (parts[2] + parts[3]))
     with pytest.raises(ValueError, match="k_segments 3"):
         linear(x, weight, numerics=INVARIANT, k_segments=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_segments_a_columns_bits_are_its_own(dtype: torch.dtype) -> None:
+    """A rank has some columns of the product that one rank has whole; thin ones take another path in the library."""
+    segments = Numerics(k_segments=4)
+    x, weight = numbers(20, 64, dtype=dtype), numbers(300, 64, seed=1, dtype=dtype)
+    bias = numbers(300, seed=2, dtype=dtype)
+    whole = linear(x, weight, bias, numerics=segments), head_logits(x, weight, numerics=segments)
+    for first, count in ((0, 1), (7, 2), (100, 4), (90, 8), (290, 10), (0, 150), (130, 128), (128, 128)):
+        columns = slice(first, first + count)
+        part = linear(x, weight[columns], bias[columns], numerics=segments)
+        assert torch.equal(part, whole[0][:, columns]), (first, count)
+        assert torch.equal(head_logits(x, weight[columns], numerics=segments), whole[1][:, columns]), (first, count)
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole[0].double(), exact, atol=2e-5 if dtype == torch.float32 else 0.1, rtol=0)
+
+
+def test_the_terms_of_all_ranks_make_the_product_in_segments() -> None:
+    segments = Numerics(k_segments=4)
+    x, weight = numbers(20, 64, dtype=torch.bfloat16), numbers(50, 64, seed=1, dtype=torch.bfloat16)
+    bias = numbers(50, seed=2, dtype=torch.bfloat16)
+    whole = linear(x, weight, bias, numerics=segments, k_segments=4)
+    for tp in (1, 2, 4):
+        cuts = zip(x.chunk(tp, 1), weight.chunk(tp, 1), strict=True)
+        terms = [
+            partial_linear(rows, columns.contiguous(), numerics=segments, k_segments=4 // tp) for rows, columns in cuts
+        ]
+        assert all(term.dtype == torch.float32 for term in terms)
+        assert torch.equal(add_bias(fold_tree(terms), bias, torch.bfloat16), whole)
 
 
 @pytest.mark.parametrize("numerics", [Numerics(head_rows=48), FAST], ids=lambda n: n.mode)
