@@ -1,6 +1,7 @@
 """Checks how a model is cut over ranks: what is refused, and what one rank holds."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from omegaconf import OmegaConf
 
 from paged.config.convert import conf_folder
 from paged.core.model_spec import ModelSpec
-from paged.core.sharding import check_tp, local_parameter_shapes, local_spec, num_parameters_per_rank
+from paged.core.sharding import (
+    Part,
+    check_k_segments,
+    check_tp,
+    local_parameter_shapes,
+    local_part,
+    local_spec,
+    num_parameters_per_rank,
+)
 
 NORMS = 308_224  # parameters of Qwen3-8B that every rank holds
 
@@ -101,6 +110,56 @@ def test_experts_are_cut_in_their_width_and_a_norm_over_all_heads_with_the_heads
     assert shapes["model.layers.0.self_attn.q_norm.weight"] == (512,)
     assert shapes["model.layers.0.self_attn.k_norm.weight"] == (512,)
     assert sum(map(math.prod, shapes.values())) == num_parameters_per_rank(spec, 4)
+
+
+@pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_0_6b", "mistral7b", "olmoe", "llama3_8b"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 16])
+def test_the_parts_of_all_ranks_are_the_tensors_and_have_the_local_shapes(model: str, tp: int) -> None:
+    spec = named(model)
+    local_shapes = local_parameter_shapes(spec, tp)
+    for name, shape in spec.parameter_shapes().items():
+        parts = [local_part(spec, name, rank, tp) for rank in range(tp)]
+        if parts[0].dim is None:
+            assert set(parts) == {Part()}
+            assert local_shapes[name] == shape
+            continue
+        (dim,) = {part.dim for part in parts}
+        covered = [range(part.start, part.stop) for part in parts]
+        assert {len(places) for places in covered} == {local_shapes[name][dim]}
+        assert local_shapes[name] == (*shape[:dim], len(covered[0]), *shape[dim + 1 :])
+        # In the order of the ranks, each place once, or once for each copy.
+        copies = max(1, tp // spec.num_kv_heads) if any(x in name for x in ("k_proj", "v_proj", "k_norm")) else 1
+        assert [place for places in covered for place in places[:1]] == sorted(places[0] for places in covered)
+        assert [covered[rank] for rank in range(tp)] == [covered[rank - rank % copies] for rank in range(tp)]
+        assert sum(map(len, covered[::copies])) == shape[dim]
+
+
+def test_the_parts_of_a_padded_vocabulary_end_with_it() -> None:
+    odd = ModelSpec.from_config({**CONFIG, "vocab_size": 5})
+    parts = [local_part(odd, "lm_head.weight", rank, 4) for rank in range(4)]
+    assert parts == [Part(0, 0, 2), Part(0, 2, 4), Part(0, 4, 5), Part(0, 5, 5)]
+    assert parts[2].index == (slice(4, 5),)
+    assert local_part(odd, "model.layers.0.self_attn.o_proj.weight", 1, 4).index == (slice(None), slice(4, 8))
+    assert local_part(odd, "model.norm.weight", 1, 4).index == (slice(None),)
+
+
+def test_segments_must_suit_the_ranks_and_the_inner_sizes() -> None:
+    spec = ModelSpec.from_config(CONFIG)  # o is 16 wide inside, down 24
+    for tp, k_segments in ((1, 1), (4, 1), (1, 4), (2, 4), (4, 4), (4, 8), (1, 8)):
+        check_k_segments(spec, tp, k_segments)
+    for tp, k_segments, violated in (
+        (4, 2, "be a multiple of tp 4"),
+        (1, 16, "divide intermediate_size 24"),
+        (4, 32, "divide num_attention_heads * head_dim 16, and divide intermediate_size 24"),
+        (32, 16, "be a multiple of tp 32, and divide intermediate_size 24"),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the whole sentence is compared below)
+            check_k_segments(spec, tp, k_segments)
+        assert str(caught.value) == f"numerics.k_segments must {violated}, not {k_segments}"
+    check_k_segments(named("olmoe"), 4, 4)
+    few = replace(named("olmoe"), num_kv_heads=1, head_dim=2, num_heads=16)
+    with pytest.raises(ValueError, match=r"k_segments must divide num_key_value_heads \* head_dim 2, not 4$"):
+        check_k_segments(few, 4, 4)
 
 
 @pytest.mark.parametrize(
