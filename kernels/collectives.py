@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from paged.kernels.numerics import fold_tree
 
+# torch 2.14 has another name for it and warns of the old one.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class RankGroup:
     """The ranks that share a model, as one of them sees them.
@@ -94,7 +97,7 @@ class RankGroup:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
             wire = gathered.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)
-            dist.all_gather_into_tensor(*wire, group=self.process_group)
+            _all_gather_single(*wire, group=self.process_group)
         return gathered
 
 
