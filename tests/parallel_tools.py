@@ -49,6 +49,7 @@ SPECS = {
     "olmoe": OLMOE,
     "qwen3 tied": replace(QWEN3, tie_word_embeddings=True),
     "qwen3, 2 kv heads": replace(QWEN3, num_kv_heads=2),
+    "mistral, 5 tokens": replace(MISTRAL, vocab_size=5),
     "olmoe, 1 kv head": replace(OLMOE, num_kv_heads=1, norm_topk_prob=True),
 }
 BLOCK = 4

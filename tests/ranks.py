@@ -54,11 +54,14 @@ class RankPool:
     """Processes that run functions as ranks of a group of 1, 2 or 4; they start with the first call.
 
     A function is module-level, takes its ``RankGroup`` first, and gives what plain pickling carries.
+
+    Attributes:
+        processes: those that are running, by rank.
     """
 
     def __init__(self) -> None:
         self._store: dist.TCPStore | None = None
-        self._processes: list[Any] = []
+        self.processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, size: int, time_limit_s: float = JOB_S) -> list[Any]:
@@ -75,7 +78,7 @@ class RankPool:
 
     def outcomes(self, function: Callable[..., Any], *args: Any, size: int, time_limit_s: float = JOB_S) -> list[Any]:
         """As ``run``, but a rank's failure stands in its place as a ``Failure``; the pool goes on with fresh ranks."""
-        if not self._processes:
+        if not self.processes:
             self._start()
         job = pickle.dumps((inspect.getfile(function), function.__qualname__, size, args))
         for pipe in self._pipes[:size]:
@@ -88,12 +91,12 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes; the next call starts others."""
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
             process.join()
             pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        self.processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -103,7 +106,7 @@ class RankPool:
             process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
             process.start()
             theirs.close()
-            self._processes.append(process)
+            self.processes.append(process)
             self._pipes.append(ours)
         deadline = time.monotonic() + START_S
         failures = [self._answer(pipe, deadline) for pipe in self._pipes]

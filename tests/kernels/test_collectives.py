@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -106,3 +107,18 @@ def test_a_failing_rank_is_told_and_the_pool_goes_on(rank_pool: RankPool) -> Non
     with pytest.raises(RankError, match="rank 1: LookupError: nothing here"):
         rank_pool.run(fail_on_rank_1, size=2)
     assert [moved["own"][0, 0] for moved in rank_pool.run(move, size=2)] == [0, 10]
+
+
+def stall_on_rank_1(group: RankGroup) -> None:
+    time.sleep(30 * group.rank)
+
+
+def test_a_stalled_rank_is_told_in_time_and_nothing_is_left_of_it(rank_pool: RankPool) -> None:
+    rank_pool.run(move, size=2)
+    processes = list(rank_pool.processes)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: TimeoutError: no answer in time"):
+        rank_pool.run(stall_on_rank_1, size=2, time_limit_s=0.5)
+    assert time.monotonic() - started < 5
+    assert len(processes) == 4
+    assert not any(process.is_alive() for process in processes)

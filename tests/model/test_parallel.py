@@ -41,8 +41,8 @@ INVARIANT, FAST, SEGMENTS = Numerics(), Numerics(mode="fast"), Numerics(k_segmen
 @pytest.mark.parametrize("family", SPECS)
 def test_logits_equal_those_of_one_rank(rank_pool: RankPool, family: str, size: int, numerics: Numerics) -> None:
     spec = SPECS[family]
-    whole = score(Decoder.random(spec, 1, numerics=numerics, dtype=torch.float64), texts())
-    assert whole.shape == (31, VOCAB)
+    whole = score(Decoder.random(spec, 1, numerics=numerics, dtype=torch.float64), texts(spec.vocab_size))
+    assert whole.shape == (31, spec.vocab_size)
     results = rank_pool.run(score_random, spec, numerics, torch.float64, size=size)
     for logits in results:
         torch.testing.assert_close(logits, whole, atol=1e-12, rtol=0)
@@ -54,7 +54,7 @@ def count_collectives(group: RankGroup, spec: ModelSpec) -> dict[str, int]:
     """Collectives of a step with 31 rows and with 1, of their logits, and what the rank holds."""
     decoder = random_decoder(spec, 1, numerics=SEGMENTS, group=group, dtype=torch.float32)
     counts = {"parameters": sum(tensor.numel() for tensor in decoder.tensors().values())}
-    for name, which in (("many", texts()), ("one", texts()[-1:])):
+    for name, which in (("many", texts(spec.vocab_size)), ("one", texts(spec.vocab_size)[-1:])):
         scorer = Scorer(decoder, len(which), 17)
         before = group.num_collectives
         hidden = scorer.hidden(which)
@@ -62,7 +62,8 @@ def count_collectives(group: RankGroup, spec: ModelSpec) -> dict[str, int]:
         decoder.logits(hidden)
         counts[f"{name}, logits"] = group.num_collectives - before - counts[name]
         before = group.num_collectives
-        assert torch.equal(group.all_gather(decoder.local_logits(hidden))[:, :VOCAB], decoder.logits(hidden))
+        columns = group.all_gather(decoder.local_logits(hidden))[:, : spec.vocab_size]
+        assert torch.equal(columns, decoder.logits(hidden))
     cache = scorer.cache
     counts["KV"] = cache.bytes_per_block
     return counts
