@@ -332,9 +332,9 @@ def rows_batched(fault: Fault) -> None:
     """What would be tiles of a fixed number of rows is one call."""
 
     @fault.replaces(linear_module, "_in_row_tiles")
-    def in_one_call(original: Any, x_TK: Tensor, num_rows: int, product: Callable[[Tensor], Tensor]) -> Tensor:
+    def in_one_call(original: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Any, num_rows: int, product: Any) -> Tensor:
         fault.reach()
-        return product(x_TK)
+        return product(x_TK, weight_NK, bias_N)
 
 
 def lm_head_batched(fault: Fault) -> None:
