@@ -210,7 +210,9 @@ def token_logprobs(logits_RV: Tensor, temperature_R: Tensor, token_ids: Tensor) 
     assert token_ids.ndim in (1, 2), token_ids.shape
     assert token_ids.shape[0] == logits_RV.shape[0], (token_ids.shape, logits_RV.shape)
     ids_RK = token_ids if token_ids.ndim == 2 else token_ids.unsqueeze(1)
-    totals = logits_RV.amax(-1), log_sum_exp(logits_RV, temperature_R)
+    row_max_R, vocab_size = logits_RV.amax(-1), logits_RV.shape[1]
+    mass_R = sum_of_masses(logits_RV, temperature_R, row_max_R, vocab_size)
+    totals = row_max_R, log_sum_exp_of_mass(mass_R, row_max_R, vocab_size)
     return logprobs_of_logits(logits_RV.gather(1, ids_RK), temperature_R, *totals).view(token_ids.shape)
 
 
