@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,15 @@ from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams, sample_seed
 from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
-from paged.engine_config import KV_DTYPES, EngineConfig, position_limit, resolve_device, sized_num_blocks
+from paged.core.sharding import check_k_segments, check_tp
+from paged.engine_config import EngineConfig, position_limit, resolve_device
+from paged.engine_parts import Blueprint, build_parts, warm_up
+from paged.engine_ranks import build_with_ranks
 from paged.interrupts import DeferredInterrupt
-from paged.kernels.numerics import Numerics
-from paged.model.checkpoint import load_decoder
-from paged.model.decoder import TORCH_DTYPES, Decoder
 from paged.model.locate import checkpoint_folder, find_model
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
-from paged.runner.kv_cache import KVCache
+from paged.runner.consensus import Leader
+from paged.runner.launched import Launch
 from paged.runner.payload import PromptScore, StepPayload, TopLogprobs
 from paged.runner.runner import TorchRunner
 from paged.runner.text import TextStream, Tokenizer, token_ids_of
@@ -53,9 +56,13 @@ class _Sample:
 
 
 class Engine:
-    """Continuous batching over a paged cache, on one device.
+    """Continuous batching over a paged cache, on one device or cut over several ranks.
 
     Most users call ``from_pretrained``; the parts can also be given, a mock executor for instance.
+
+    With several ranks this process is rank 0. What a step brought is handed out once all ranks agree on it, which is
+    with the next step: ``step`` returns it a call later than with one rank, and decides the same. If a rank is lost,
+    whatever was called raises ``TPError``, and the engine can't go on.
 
     Args:
         executor: computes plans.
@@ -65,6 +72,7 @@ class Engine:
         numerics_id: written into every result.
         device_name: what computes, for summaries.
         step_log: receives every event; closed with the engine.
+        leader: leads the other ranks, which have the same scheduler; they end with the engine.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class Engine:
         numerics_id: str = "",
         device_name: str = "",
         step_log: StepLog | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -85,10 +94,16 @@ class Engine:
         self.device_name = device_name
         self._seed = seed
         self._log = step_log
+        self._leader = leader
+        if leader is not None:
+            # An engine that nobody closes must leave no process behind.
+            weakref.finalize(self, _close_in, os.getpid(), leader)
         self._samples: dict[tuple[str, int], _Sample] = {}
         self._num_made_ids = 0
         self._held: StepResult | None = None
         self._undelivered: dict[str, list[SampleUpdate]] = {}
+        # What other ranks have not agreed to yet.
+        self._unagreed: dict[str, list[SampleUpdate]] = {}
         self._streamed: set[str] = set()
         self.startup_s = 0.0
         if step_log is not None:
@@ -103,56 +118,47 @@ class Engine:
         spec: ModelSpec | None = None,
         config: EngineConfig | None = None,
         step_log: Path | None = None,
+        launch: Launch | None = None,
         **fields: Any,
     ) -> Engine:
-        """An engine for a checkpoint.
+        """An engine for a checkpoint. With ``tp`` above 1 it starts a process for each other rank.
 
         Args:
             model: ``tiny`` (embedded), a folder, or a Hub id in the local cache.
             spec: what the model should be: its checkpoint must agree, and with ``weights="dummy"`` none is needed.
             config: what to build; the defaults if absent.
             step_log: file that receives the step log.
+            launch: processes that were started together and wait to be the other ranks; by default they are started.
             fields: fields of ``EngineConfig``, over those of ``config``.
 
         Raises:
             ValueError: one sentence naming the field or file that does not suit.
+            TPError: a rank was lost while the engine was built.
         """
         started = time.perf_counter()
         config = (config or EngineConfig()).replaced(**fields)
         need_weights = config.weights != "dummy"
         folder, spec = find_model(model, spec, need_weights=need_weights, max_seq_len=config.max_seq_len)
         device = resolve_device(config.device)
-        numerics = Numerics(mode=config.numerics)
-        dtype = TORCH_DTYPES[config.dtype or spec.dtype]
-        kv_dtype = KV_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
-        limit = position_limit(config, spec)
-        tokenizer = Tokenizer(folder) if folder is not None and (folder / "tokenizer.json").is_file() else None
-        placed: dict[str, Any] = {"numerics": numerics, "dtype": dtype, "device": device, "max_positions": limit}
-        with _out_of_memory_as_mistake():
-            if folder is None or not need_weights:
-                decoder = Decoder.random(spec, config.seed, **placed)
-            else:
-                decoder = load_decoder(folder, **placed)
-            num_blocks = config.num_blocks or sized_num_blocks(config, spec, dtype, kv_dtype, device, limit)
-            cache = KVCache(spec, num_blocks, config.block_size, dtype=kv_dtype, device=device)
-            runner = TorchRunner(
-                decoder,
-                cache,
-                tokenizer,
-                max_num_seqs=config.max_num_seqs,
-                max_seq_len=min(limit, num_blocks * config.block_size),
-                eos_token_ids=spec.eos_token_ids,
-            )
-            runner.warm_up()
-        limits = config.limits(num_blocks=num_blocks, max_seq_len=limit, vocab_size=spec.vocab_size)
+        check_tp(spec, config.tp)
+        check_k_segments(spec, config.tp, config.k_segments)
+        position_limit(config, spec)
+        blueprint = Blueprint(spec=spec, folder=folder, config=config)
+        leader: Leader | None = None
+        if config.tp > 1 or launch is not None:
+            parts, leader = build_with_ranks(blueprint, device, launch)
+        else:
+            parts = build_parts(blueprint, device)
+            warm_up(parts)
         engine = cls(
-            runner,
-            Scheduler(limits, config.policy),
-            tokenizer,
+            parts.runner,
+            parts.scheduler,
+            parts.tokenizer,
             seed=config.seed,
-            numerics_id=numerics.numerics_id(dtype=dtype, kv_dtype=kv_dtype, device=device),
+            numerics_id=parts.numerics_id,
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             step_log=StepLog(step_log) if step_log is not None else None,
+            leader=leader,
         )
         engine.startup_s = time.perf_counter() - started
         return engine
@@ -162,7 +168,8 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to deliver, surplus steps in flight included."""
-        waiting = any(request_id not in self._streamed for request_id in self._undelivered)
+        kept = itertools.chain(self._undelivered, self._unagreed)
+        waiting = any(request_id not in self._streamed for request_id in kept)
         return self.scheduler.has_unfinished or self.scheduler.num_in_flight > 0 or waiting
 
     @property
@@ -230,6 +237,8 @@ class Engine:
         try:
             with DeferredInterrupt():
                 self.scheduler.add(requests)
+                if self._leader is not None:
+                    self._leader.add(requests)
                 for request in requests:
                     stream = self.tokenizer.stream(params.stop) if stream_text and self.tokenizer is not None else None
                     self._samples[request.key] = _Sample(request, stream)
@@ -249,6 +258,7 @@ class Engine:
         Updates of these samples that ``step`` has not delivered yet are dropped: the outputs returned hold them.
         """
         with DeferredInterrupt():
+            self._agree()
             outputs = self._end(request_id, None, FinishReason.ABORT)
             ended = {output.sample for output in outputs}
             rest = [update for update in self._undelivered.pop(request_id, []) if update.sample not in ended]
@@ -262,10 +272,12 @@ class Engine:
             for request_id in request_ids:
                 self._end(request_id, None, FinishReason.ABORT)
                 self._undelivered.pop(request_id, None)
+                self._unagreed.pop(request_id, None)
                 self._streamed.discard(request_id)
 
     def _is_taken(self, request_id: str) -> bool:
-        return self.scheduler.is_live(request_id) or request_id in self._undelivered
+        kept = request_id in self._undelivered or request_id in self._unagreed
+        return kept or self.scheduler.is_live(request_id)
 
     # The loop
 
@@ -278,6 +290,7 @@ class Engine:
         Raises:
             NonFiniteLogitsError: a ``FloatingPointError`` naming requests whose logits held a NaN. Nothing has
                 advanced; the next ``step`` goes on once they are aborted.
+            TPError: another rank is lost, failed or disagrees (``TPDesyncError``).
         """
         return self._next_updates(self._advance)
 
@@ -371,6 +384,7 @@ class Engine:
             ValueError: the tensors are not exactly those of the model (all violations are listed). The old weights
                 serve on, as after any other failure. A Ctrl-C waits until the new ones are in place.
             NonFiniteLogitsError: a step in flight held a NaN; as for ``step``.
+            TPError: a rank was lost meanwhile.
         """
         if not isinstance(self.executor, TorchRunner):
             raise ValueError(f"weights cannot be loaded into a {type(self.executor).__name__}")
@@ -381,7 +395,11 @@ class Engine:
         while self._held is not None or self.scheduler.num_in_flight:
             self._collect()
         with DeferredInterrupt():
-            self.executor.load_weights(weights)
+            self._agree()
+            if self._leader is None:
+                self.executor.load_weights(weights)
+            else:
+                self._leader.load_weights(weights)
             self.scheduler.change_weights()
             if self._log is not None:
                 self._log.change_weights(self.scheduler.weight_version)
@@ -400,8 +418,15 @@ class Engine:
             "startup_s": self.startup_s,
         }
 
+    def peak_bytes_by_rank(self) -> list[int]:
+        """Peak memory of each rank's card; 0 on the CPU. Asks the other ranks, so it may raise ``TPError``."""
+        own = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        return [own] if self._leader is None else [own, *self._leader.peak_bytes()]
+
     def close(self) -> None:
-        """Close the step log. The engine must not be used afterwards."""
+        """Close the step log and end the other ranks. The engine must not be used afterwards."""
+        if self._leader is not None:
+            self._leader.close()
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -412,38 +437,69 @@ class Engine:
         """Fill the pipeline, wait for its oldest step and take its result in; nothing happens if there is none.
 
         New updates are in ``_undelivered`` afterwards. Books change under a ``DeferredInterrupt``, so that a Ctrl-C
-        falls between steps or into the executor's work, which is then abandoned.
+        falls between steps or into the executor's work, which is then abandoned. With other ranks it always falls
+        between steps: they can't be left alone in the middle of one.
         """
         scheduler = self.scheduler
-        with self._abandoning():
-            if self._held is None:
-                while scheduler.num_in_flight < scheduler.config.depth and (plan := self._plan()) is not None:
-                    self.executor.submit(plan)
-        if self._held is not None or scheduler.num_in_flight:
-            self._collect()
+        with DeferredInterrupt() if self._leader is not None else nullcontext():
+            if self._unagreed and not scheduler.has_unfinished and not scheduler.num_in_flight:
+                self._agree()
+                return
+            with self._abandoning():
+                if self._held is None:
+                    while scheduler.num_in_flight < scheduler.config.depth and (plan := self._plan()) is not None:
+                        with self._computing():
+                            self.executor.submit(plan)
+            if self._held is not None or scheduler.num_in_flight:
+                self._collect()
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight, unless its result is held already, and take it in."""
         with self._abandoning():
             if self._held is None:
-                self._held = self.executor.collect()
+                with self._computing():
+                    self._held = self.executor.collect()
             with DeferredInterrupt():
                 self._commit(self._held)
 
     @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Around the executor's work, in which other ranks take part."""
+        with self._leader.computing() if self._leader is not None else nullcontext():
+            yield
+
+    def _agree(self) -> None:
+        """Make sure that the other ranks agree to all that was committed, so that it can be handed out."""
+        if self._leader is not None and self._unagreed:
+            with self._abandoning():
+                self._leader.agree()
+            self._release()
+
+    def _release(self) -> None:
+        """Hand on what the other ranks have agreed to."""
+        for request_id, updates in self._unagreed.items():
+            self._undelivered.setdefault(request_id, []).extend(updates)
+        self._unagreed.clear()
+
+    @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Give up whatever is in flight if it fails; sequences keep their committed tokens and start again."""
+        """Give up whatever is in flight if it fails; sequences keep their committed tokens and start again.
+
+        With other ranks that is the end of them: where in the step each of them is can't be known.
+        """
         try:
             yield
         except NonFiniteLogitsError:
             raise
-        except BaseException:
+        except BaseException as error:
             with DeferredInterrupt():
                 self._held = None
                 self.executor.abandon()
                 self.scheduler.abandon()
                 if self._log is not None:
                     self._log.abandon()
+            if self._leader is not None and (failure := self._leader.fail(error)) is not error:
+                raise failure from error
             raise
 
     def _plan(self) -> StepPlan | None:
@@ -451,6 +507,10 @@ class Engine:
             plan = self.scheduler.plan()
             if self._log is not None:
                 self._log.plan(plan)
+            if self._leader is not None:
+                self._leader.plan(plan)
+                if plan is not None:
+                    self._release()
         return plan
 
     def _commit(self, result: StepResult) -> None:
@@ -458,6 +518,8 @@ class Engine:
         self._held = None
         if self._log is not None:
             self._log.commit(result)
+        if self._leader is not None:
+            self._leader.commit(result)
         for update in self._take_in(result.payload, commit.accepted, commit.finished):
             self._keep(update)
 
@@ -472,8 +534,9 @@ class Engine:
                         self._keep(SampleUpdate(output.request_id, output.sample, [], [], output=output))
 
     def _keep(self, update: SampleUpdate) -> None:
-        """Hold an update until somebody asks for it."""
-        self._undelivered.setdefault(update.request_id, []).append(update)
+        """Hold an update until somebody asks for it, and until the other ranks agree to it."""
+        is_agreed = self._leader is None or not self._leader.is_verifying
+        (self._undelivered if is_agreed else self._unagreed).setdefault(update.request_id, []).append(update)
 
     def _next_updates(self, advance: Callable[[], None]) -> list[SampleUpdate]:
         """Updates that wait to be delivered, or else what one more step brings."""
@@ -533,6 +596,8 @@ class Engine:
             ended = self.scheduler.abort(request_id, index, reason)
             if ended and self._log is not None:
                 self._log.abort(request_id, index, reason.value)
+            if ended and self._leader is not None:
+                self._leader.abort(request_id, index, reason)
             return [self._output(end) for end in ended]
 
     def _output(self, end: Finished) -> CompletionOutput:
@@ -576,19 +641,10 @@ class Engine:
                 raise ValueError(f"{name} must be at most the vocabulary's size, {vocab_size}, not {number}")
 
 
-@contextmanager
-def _out_of_memory_as_mistake() -> Iterator[None]:
-    """Tell a model and cache that are too large for the memory as a ``ValueError`` that says what to lower."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # torch has a class of its own for a full GPU, and none for a full host.
-        full = isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
-        if not full:
-            raise
-        raise ValueError(
-            "num_blocks, max_num_seqs or max_seq_len must be smaller: the model and its tables do not fit into memory"
-        ) from error
+def _close_in(process: int, leader: Leader) -> None:
+    """End the ranks of an engine that is gone, but not from a copy of the process that made it."""
+    if os.getpid() == process:
+        leader.close()
 
 
 def _ids_without_tokenizer(prompt: Prompts) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,8 @@ from paged.core.memory import SAMPLING_BYTES, kv_budget_bytes, kv_token_bytes, n
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Policy, num_blocks_for
 from paged.core.scheduler import SchedulerConfig
-from paged.kernels.numerics import MODES
+from paged.core.sharding import num_parameters_per_rank
+from paged.kernels.numerics import MODES, REDUCE_DTYPES, Numerics
 from paged.model.decoder import TORCH_DTYPES
 
 KV_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -29,6 +31,11 @@ class EngineConfig:
     Attributes:
         numerics: ``invariant`` (bits of a sequence depend on it alone) or ``fast`` (equal to rounding).
         policy: admission and preemption.
+        tp: ranks that the model is cut over, each on a card of its own or with its share of the CPU's cores.
+        verify: with several ranks, compare plans and results in every step; what they disagree on is never handed out.
+        tp_timeout_s: seconds after which a rank that does not answer ends the engine.
+        k_segments: parts of the inner dimension of row-parallel products; 4 makes 1, 2 and 4 ranks agree to the bit.
+        reduce_dtype: what ranks add up: products rounded to the ``model``'s dtype, or left in ``float32``.
         dtype: of weights and activations; None takes the checkpoint's.
         kv_dtype: of the cache; None takes ``dtype``; ``fp8`` is e4m3 with a scale for each token and kv head.
         block_size: tokens in a cache block.
@@ -49,6 +56,11 @@ class EngineConfig:
 
     numerics: str = "invariant"
     policy: Policy = field(default_factory=Fifo)
+    tp: int = 1
+    verify: bool = True
+    tp_timeout_s: float = 60.0
+    k_segments: int = 1
+    reduce_dtype: str = "model"
     dtype: str | None = None
     kv_dtype: str | None = None
     block_size: int = 16
@@ -71,6 +83,13 @@ class EngineConfig:
         _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("weights", self.weights, ("auto", "dummy"))
+        _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        _check_choice("verify", self.verify, (True, False))
+        if isinstance(self.tp, bool) or not isinstance(self.tp, int) or self.tp < 1:
+            raise ValueError(f"tp must be a whole number, at least 1, not {self.tp!r}")
+        if not isinstance(self.tp_timeout_s, int | float) or not 0 < self.tp_timeout_s < math.inf:
+            raise ValueError(f"tp_timeout_s must be above 0, not {self.tp_timeout_s!r}")
+        self.build_numerics()
         if not isinstance(self.policy, Policy):
             raise ValueError(f"policy must be a Policy, not {self.policy!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -88,6 +107,10 @@ class EngineConfig:
                 known = ", ".join(EngineConfig.__dataclass_fields__)
                 raise ValueError(f"{name} is not a field of EngineConfig; known: {known}")
         return replace(self, **fields)
+
+    def build_numerics(self) -> Numerics:
+        """How sums are formed."""
+        return Numerics(mode=self.numerics, k_segments=self.k_segments, reduce_dtype=self.reduce_dtype)
 
     def limits(
         self, *, num_blocks: int, max_seq_len: int | None = None, vocab_size: int | None = None
@@ -125,25 +148,25 @@ def position_limit(config: EngineConfig, spec: ModelSpec) -> int:
 def sized_num_blocks(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, limit: int
 ) -> int:
-    """Blocks of a pool that fills the device's share, but holds no more than ``max_num_seqs`` sequences can use.
+    """Blocks of one rank's pool that fills its device's share, but holds no more than ``max_num_seqs`` sequences can use.
 
     Args:
-        config: utilization, block size and number of sequences.
+        config: utilization, block size, number of sequences and of ranks.
         spec: the model.
         dtype: of its weights.
         kv_dtype: of the cache.
-        device: where both lie.
+        device: where both lie, this rank's.
         limit: most tokens of a sequence.
 
     Raises:
         ValueError: not even one block fits.
     """
-    block_bytes = config.block_size * kv_token_bytes(spec, _name(kv_dtype))
+    block_bytes = config.block_size * kv_token_bytes(spec, _name(kv_dtype), config.tp)
     if device.type == "cpu":
         budget = CPU_POOL_BYTES
     else:
         device_bytes = torch.cuda.get_device_properties(device).total_memory
-        weights = spec.num_parameters() * dtype.itemsize
+        weights = num_parameters_per_rank(spec, config.tp) * dtype.itemsize
         sampling = config.max_num_seqs * spec.vocab_size * SAMPLING_BYTES
         budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES + sampling)
     max_blocks = num_blocks_for(limit, config.block_size)

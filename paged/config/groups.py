@@ -179,9 +179,11 @@ def with_given_sources(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 @dataclass(slots=True, kw_only=True)
 class NumericsSchema:
-    """An entry of the group `numerics`; neither has constants to choose yet."""
+    """An entry of the group `numerics`; `Numerics` says what its constants mean and checks them."""
 
     name: str = MISSING
+    k_segments: int = MISSING
+    reduce_dtype: str = MISSING
 
 
 class Victim(Enum):
@@ -261,6 +263,9 @@ class SamplingSchema:
 class EngineSchema:
     """The scalars that the engine is built with; EngineConfig checks their ranges."""
 
+    tp: int = MISSING
+    verify: bool = MISSING
+    tp_timeout_s: float = MISSING
     dtype: str | None = MISSING
     kv_dtype: str | None = MISSING
     block_size: int = MISSING

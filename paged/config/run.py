@@ -26,6 +26,8 @@ RESUMABLE_KEYS: Final = (
     "depth",
     "prefix_reuse",
     "policy",
+    "verify",
+    "tp_timeout_s",
 )
 """What may change when a run is resumed: under `invariant` numerics none of these touches a token."""
 
@@ -34,7 +36,6 @@ RESUMABLE_KEYS: Final = (
 class RunSchema(EngineSchema):
     """All scalars of `conf/run.yaml`."""
 
-    tp: int = MISSING
     resume: str | None = MISSING
 
 
@@ -76,8 +77,6 @@ def run_config(cfg: DictConfig) -> RunConfig:
         UserError: naming the key and what is allowed.
     """
     scalars, groups = ROOT.read(cfg)
-    if scalars.tp != 1:
-        raise UserError(f"tp must be 1, because this version runs on one device, not {scalars.tp}")
     try:
         given = {field.name: getattr(groups["sampling"], field.name) for field in fields(SamplingSchema)}
         # In YAML it is null: Hydra would merge an override into a mapping instead of setting it.
@@ -87,7 +86,9 @@ def run_config(cfg: DictConfig) -> RunConfig:
     try:
         model = groups["model"]
         engine = {field.name: getattr(scalars, field.name) for field in fields(EngineSchema)}
-        engine |= {"numerics": groups["numerics"].name, "policy": groups["policy"].build()}
+        numerics = groups["numerics"]
+        engine |= {"numerics": numerics.name, "k_segments": numerics.k_segments, "reduce_dtype": numerics.reduce_dtype}
+        engine |= {"policy": groups["policy"].build()}
         engine |= {"device": scalars.device.value, "weights": scalars.weights.value}
         spec = model.build(scalars.max_seq_len)
         workload = groups["workload"].build()

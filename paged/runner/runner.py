@@ -13,6 +13,7 @@ import torch
 
 from paged.core.plan import SAMPLE, SCORE, Started, StepPlan, StepResult
 from paged.core.request import Request, SamplingParams
+from paged.kernels import vocab_parallel
 from paged.kernels.attention import BatchLayout
 from paged.kernels.numerics import compute_dtype
 from paged.kernels.sampling import (
@@ -52,6 +53,12 @@ class _Slot:
         """The seed as the signed number with the same 64 bits, which is what torch can hold."""
         return self.request.seed if self.request.seed < 2**63 else self.request.seed - 2**64
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token and its log-probability are all that is wanted of the raw logits."""
+        params = self.request.params
+        return params.is_greedy and self.counts is None and not params.biases and params.logprobs is None
+
 
 @dataclass(slots=True)
 class _TokenCounts:
@@ -64,8 +71,11 @@ class _TokenCounts:
 class TorchRunner:
     """An ``Executor`` that computes on one device, each plan as soon as it is submitted.
 
+    Of a decoder that is cut over ranks every rank has a runner, and all are given the same plans. Rows of logits are
+    gathered where their distribution is needed whole; for a plain greedy row or a score a few bytes are exchanged.
+
     Args:
-        decoder: the network, on its device.
+        decoder: the network, or a rank's part of it, on its device.
         cache: the block pool's storage, on the same device.
         tokenizer: needed for stop texts only.
         max_num_seqs: slots.
@@ -74,7 +84,7 @@ class TorchRunner:
 
     Attributes:
         observe_logits: called in every step with the plan, the plan rows that sample and their raw logits [R, V],
-            which it must not change; for experiments and tests.
+            which it must not change; for experiments and tests. Set on all ranks or on none.
     """
 
     def __init__(
@@ -156,12 +166,51 @@ class TorchRunner:
             if logits & SCORE:
                 first = int(ends[row] - lengths[row])
                 scores.append(self._score(plan, row, hidden_TD[first : int(ends[row])], nan_rows))
-        logits_RV = self._logits(last_BD[sampled])
+        cut = self._cut_rows(plan, sampled)
+        whole = sorted(set(range(len(sampled))).difference(cut))
+        whole_rows = [sampled[index] for index in whole]
+        logits_RV = self._logits(last_BD[whole_rows])
         if self.observe_logits is not None:
             self.observe_logits(plan, sampled, logits_RV)
-        rows = self._sample(plan, sampled, logits_RV)
-        tops = self._alternatives(plan, sampled, logits_RV)
+        rows = self._sample(plan, whole_rows, logits_RV)
+        tops = self._alternatives(plan, whole_rows, logits_RV)
+        if cut:
+            rows = self._with_cut_rows(rows, whole, last_BD[[sampled[index] for index in cut]], cut)
+            tops = {whole[index]: top for index, top in tops.items()}
         return self._result(plan, sampled, rows, tops, scores, nan_rows, start_s)
+
+    def _cut_rows(self, plan: StepPlan, sampled: Sequence[int]) -> list[int]:
+        """Places in ``sampled`` of the rows that no rank needs to see whole: greedy, nothing to process or to list."""
+        if self.decoder.group.size == 1 or self.observe_logits is not None:
+            return []
+        return [index for index, row in enumerate(sampled) if self._state(plan.slots[row]).is_plain]
+
+    def _with_cut_rows(
+        self, rows: SampledRows, places: Sequence[int], hidden_CD: torch.Tensor, cut: Sequence[int]
+    ) -> SampledRows:
+        """``rows``, which go to ``places``, joined with rows that are sampled from what each rank has of their logits.
+
+        Args:
+            rows: those sampled from whole rows.
+            places: their places in the result.
+            hidden_CD: final hidden states of the others.
+            cut: the others' places in the result.
+        """
+        group, vocab_size = self.decoder.group, self.decoder.spec.vocab_size
+        zero_C = torch.zeros(len(cut), dtype=torch.float64, device=self.device)
+        logits_CL = self.decoder.local_logits(hidden_CD)
+        own = vocab_parallel.sample_greedy(logits_CL, zero_C, vocab_size=vocab_size, group=group)
+        order = torch.tensor([*places, *cut], device=self.device).argsort()
+
+        def joined(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+            return torch.cat((whole, own)).index_select(0, order)
+
+        return SampledRows(
+            joined(rows.tokens_R, own.tokens_R),
+            joined(rows.logprobs_R, own.logprobs_R),
+            joined(rows.behavior_logprobs_R, own.behavior_logprobs_R),
+            joined(rows.nan_R, own.nan_R),
+        )
 
     def _logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Logits of the rows that sample; a step in which every chunk ends before its text does has none."""
@@ -271,10 +320,20 @@ class TorchRunner:
         scores: list[PromptScore] = []
         for begin in range(0, len(targets), SCORE_ROWS):
             ids = targets[begin : begin + SCORE_ROWS]
-            logits_RV = self.decoder.logits(hidden_CD[begin : begin + len(ids)])
+            hidden_RD = hidden_CD[begin : begin + len(ids)]
             temperature_R = torch.full((len(ids),), temperature, dtype=torch.float64, device=self.device)
-            logprobs = token_logprobs(logits_RV, temperature_R, torch.tensor(ids, device=self.device)).tolist()
+            ids_R = torch.tensor(ids, device=self.device)
             tops: Sequence[TopLogprobs] = [([], [])] * len(ids)
+            if not num_top and self.decoder.group.size > 1:
+                vocab_size, group = self.decoder.spec.vocab_size, self.decoder.group
+                logits_RL = self.decoder.local_logits(hidden_RD)
+                logprobs_R = vocab_parallel.token_logprobs(
+                    logits_RL, temperature_R, ids_R, vocab_size=vocab_size, group=group
+                )
+            else:
+                logits_RV = self.decoder.logits(hidden_RD)
+                logprobs_R = token_logprobs(logits_RV, temperature_R, ids_R)
+            logprobs = logprobs_R.tolist()
             if num_top:
                 top_ids, top_values = top_logprobs(logits_RV, temperature_R, num_top)
                 tops = list(zip(top_ids.tolist(), top_values.tolist(), strict=True))

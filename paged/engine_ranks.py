@@ -1,0 +1,84 @@
+"""How rank 0 gathers the other ranks of an engine, and builds its own parts together with them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
+from paged.runner.consensus import Leader
+from paged.runner.launched import Launch
+from paged.runner.ranks import Ranks, make_group, serve_store
+
+
+def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch | None) -> tuple[Parts, Leader]:
+    """Rank 0's parts, and its lead of the other ranks, which have built theirs and wait for orders.
+
+    Args:
+        blueprint: what to build; its ``tp`` is above 1.
+        device: the kind of device.
+        launch: the processes that were started together, where this one is rank 0; None starts them.
+
+    Raises:
+        ValueError: one sentence naming the field or file that does not suit, on whatever rank.
+        TPError: a rank did not come, or was lost.
+    """
+    config = blueprint.config
+    size, limit_s = config.tp, config.tp_timeout_s
+    if launch is not None and launch.size != size:
+        raise ValueError(f"tp must be the number of processes that were started together, {launch.size}, not {size}")
+    devices = _devices(device, size, launch)
+    ranks = Ranks.start(size) if launch is None else launch.gather(limit_s)
+    leader: Leader | None = None
+    try:
+        ranks.hear(limit_s)
+        store = serve_store(ranks.host, limit_s)
+        num_threads = _num_threads(size if launch is None else launch.num_local)
+        for rank, link in enumerate(ranks.links, 1):
+            assignment = Assignment(
+                rank=rank,
+                size=size,
+                blueprint=blueprint,
+                device=str(devices[rank]),
+                host=ranks.host,
+                port=store.port,
+                num_threads=num_threads,
+            )
+            link.send(assignment, limit_s)
+        group = make_group(0, size, store, devices[0], ranks.host, limit_s)
+        leader = Leader(
+            ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads
+        )
+        parts = build_parts(blueprint, devices[0], group, leader.least)
+        leader.runner = parts.runner
+        leader.check_equal("numerics_id", parts.numerics_id)
+        with leader.computing():
+            warm_up(parts)
+        return parts, leader
+    except BaseException as error:
+        if leader is None:
+            ranks.end()
+            raise
+        if (failure := leader.fail(error)) is error:
+            raise
+        raise failure from error
+
+
+def _devices(device: torch.device, size: int, launch: Launch | None) -> list[torch.device]:
+    """The device of each rank: on cards the current one for rank 0, and those after it."""
+    if device.type == "cpu":
+        return [device] * size
+    num_local = size if launch is None else launch.num_local
+    num_cards = torch.cuda.device_count()
+    if num_cards < num_local:
+        raise ValueError(f"tp must be at most the number of GPUs here, {num_cards}, not {size}; or use device=cpu")
+    first = torch.cuda.current_device() if launch is None else 0
+    return [torch.device("cuda", (first + rank % num_local) % num_cards) for rank in range(size)]
+
+
+def _num_threads(num_local: int) -> int:
+    """Threads of torch for each of the ranks on this machine, unless the environment says how many."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // num_local))

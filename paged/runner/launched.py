@@ -1,0 +1,84 @@
+"""Processes that were started from outside, as by torchrun: how they tell it, and how they find each other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from paged.runner.links import Link, pack
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from paged.runner.ranks import Ranks
+
+# How long the others wait for rank 0 to say that there is an engine, or none any more: a job may take days.
+PATIENCE_S = 10 * 365 * 24 * 3600
+
+
+@dataclass(slots=True)
+class Launch:
+    """This process's place among those that were started together.
+
+    Attributes:
+        rank, size: which of how many.
+        num_local: how many of them are on this machine.
+        num_engines: engines that the processes have built together so far.
+    """
+
+    rank: int
+    size: int
+    num_local: int
+    num_engines: int = 0
+    _store: Any = None
+
+    @classmethod
+    def of_environment(cls) -> Launch | None:
+        """The place that the environment tells, as torchrun leaves it; None if this process stands alone."""
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if not all(os.environ.get(name, "").strip() for name in names):
+            return None
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+    @property
+    def _host(self) -> str:
+        """The address at which the others reach rank 0."""
+        return "127.0.0.1" if self.num_local == self.size else os.environ["MASTER_ADDR"]
+
+    def gather(self, limit_s: float) -> Ranks:
+        """Rank 0's hold on the others for one more engine; raises ``TPError`` if they do not come."""
+        from paged.runner.ranks import Ranks
+
+        key = self._next_key()
+        return Ranks.await_launched(self.size, self._meeting_store(), key, self._host, limit_s)
+
+    def join(self, limit_s: float) -> Link | None:
+        """Wait for rank 0's next engine; None if there will be none."""
+        found = pickle.loads(self._meeting_store().get(self._next_key()))
+        if found is None:
+            return None
+        host, port, token = found
+        link = Link(socket.create_connection((host, port), limit_s))
+        link.send_raw(token + self.rank.to_bytes(4, "little"), limit_s)
+        return link
+
+    def dismiss(self) -> None:
+        """Rank 0's word to the others that it will build no more engines."""
+        self._meeting_store().set(self._next_key(), pack(None))
+
+    def _next_key(self) -> str:
+        self.num_engines += 1
+        return f"paged/engine/{self.num_engines}"
+
+    def _meeting_store(self) -> Store:
+        if self._store is None:
+            import torch.distributed as dist
+
+            rendezvous = dist.rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=PATIENCE_S))
+            self._store = next(rendezvous)[0]
+        return self._store

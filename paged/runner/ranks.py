@@ -1,0 +1,327 @@
+"""The processes of an engine's ranks as rank 0 sees them: how they start or join, what they say, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import IO, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from paged.core.agreement import TPError
+from paged.kernels.collectives import RankGroup
+from paged.runner.links import Failure, Link, LinkClosedError, pack
+
+FOLLOWER: Final = "paged.follower"
+"""The module that a rank's process runs."""
+
+LOOPBACK: Final = "127.0.0.1"
+
+# How long rank 0 listens for what the others have to say once something went wrong, and for their end.
+LAST_WORDS_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One other rank: its link and, if rank 0 has started it, its process and what that writes."""
+
+    link: Link
+    process: subprocess.Popen[bytes] | None = None
+    written: IO[bytes] | None = None
+
+    def last_line(self) -> str:
+        """The last line that the process wrote."""
+        if self.written is None:
+            return ""
+        self.written.seek(0, os.SEEK_END)
+        self.written.seek(max(0, self.written.tell() - 2000))
+        lines = self.written.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+class Ranks:
+    """Rank 0's hold on ranks 1, 2, ...; whoever made it must ``end`` it.
+
+    Args:
+        peers: the other ranks in order.
+        host: this machine's address for them.
+
+    Attributes:
+        size: number of ranks, this one included.
+        host: this machine's address for the others.
+    """
+
+    def __init__(self, peers: Sequence[_Peer], host: str = LOOPBACK) -> None:
+        self._peers = list(peers)
+        self.size = len(self._peers) + 1
+        self.host = host
+
+    @classmethod
+    def start(cls, size: int) -> Ranks:
+        """Start a process for each other rank. They write nothing to the terminal, and Ctrl-C does not reach them."""
+        ranks = cls([])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        try:
+            for _ in range(1, size):
+                ours, theirs = socket.socketpair()
+                link, written = Link(ours), tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has ended)
+                with theirs:
+                    process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", FOLLOWER, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=written,
+                        stderr=written,
+                        process_group=0,
+                    )
+                ranks._peers.append(_Peer(link, process, written))
+        except BaseException:
+            ranks.end()
+            raise
+        ranks.size = size
+        return ranks
+
+    @classmethod
+    def await_launched(cls, size: int, store: dist.Store, key: str, host: str, limit_s: float) -> Ranks:
+        """Wait for the other ranks where all of them were started from outside; they look for this one in ``store``.
+
+        Raises:
+            TPError: they do not come.
+        """
+        token = secrets.token_bytes(16)
+        links: dict[int, Link] = {}
+        with socket.create_server((host, 0)) as server:
+            store.set(key, pack((host, server.getsockname()[1], token)))
+            until_s = time.monotonic() + limit_s
+            while len(links) < size - 1:
+                server.settimeout(max(0.01, until_s - time.monotonic()))
+                try:
+                    link = Link(server.accept()[0])
+                    # A stranger may knock: nothing of it is unpickled.
+                    if link.receive_raw(len(token), limit_s) != token:
+                        link.close()
+                        continue
+                    links[int.from_bytes(link.receive_raw(4, limit_s), "little")] = link
+                except (TimeoutError, LinkClosedError) as error:
+                    missing = [rank for rank in range(1, size) if rank not in links]
+                    raise TPError(f"rank {missing[0]} did not join within {limit_s:g} s") from error
+        return cls([_Peer(links[rank]) for rank in range(1, size)], host)
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """The processes of ranks 1, 2, ..., if rank 0 has started them."""
+        return [peer.process for peer in self._peers if peer.process is not None]
+
+    @property
+    def links(self) -> list[Link]:
+        """The links to ranks 1, 2, ..."""
+        return [peer.link for peer in self._peers]
+
+    def tell(self, message: Any, limit_s: float) -> None:
+        """Send a message to every other rank.
+
+        Raises:
+            TPError: one of them is gone or takes nothing.
+        """
+        data = pack(message)
+        for rank, peer in enumerate(self._peers, 1):
+            try:
+                peer.link.send_bytes(data, limit_s)
+            except LinkClosedError as error:
+                raise self._loss(rank) from error
+            except TimeoutError as error:
+                raise _silence(rank, limit_s) from error
+
+    def hear(self, limit_s: float) -> list[Any]:
+        """The next message of every other rank, in order.
+
+        Raises:
+            TPError: one of them is gone, failed or says nothing.
+            ValueError: one of them met a mistake of the user's.
+        """
+        return [self._hear(rank, limit_s) for rank in range(1, self.size)]
+
+    def listen(self, limit_s: float) -> list[Any]:
+        """As ``hear``, but a ``Failure`` stands for itself."""
+        return [self._listen(rank, limit_s) for rank in range(1, self.size)]
+
+    def _hear(self, rank: int, limit_s: float) -> Any:
+        message = self._listen(rank, limit_s)
+        if isinstance(message, Failure):
+            if message.is_mistake:
+                raise ValueError(message.text)
+            raise TPError(f"rank {rank} failed: {message.kind}: {message.text}")
+        return message
+
+    def _listen(self, rank: int, limit_s: float) -> Any:
+        try:
+            return self._peers[rank - 1].link.receive(limit_s)
+        except LinkClosedError as error:
+            raise self._loss(rank) from error
+        except TimeoutError as error:
+            raise _silence(rank, limit_s) from error
+
+    def cause(self, error: BaseException, limit_s: float) -> TPError | None:
+        """Which rank an exception of rank 0's comes from, if it comes from one.
+
+        When one rank is gone, those that it computed with fail as well: who is gone without a word, or failed for a
+        reason of its own, comes first.
+        """
+        if isinstance(error, TPError):
+            return error
+        is_exchange = is_exchange_error(error)
+        until_s = time.monotonic() + (LAST_WORDS_S if is_exchange else 0)
+        gone: list[TPError] = []
+        failed: list[TPError] = []
+        silent: list[int] = []
+        for rank, peer in enumerate(self._peers, 1):
+            if peer.link.is_quiet(max(0.0, until_s - time.monotonic())):
+                silent.append(rank)
+                continue
+            try:
+                self._hear(rank, 0.0)
+            except TPError as found:
+                own = isinstance(found.__cause__, LinkClosedError) or not is_exchange_text(str(found))
+                (gone if own else failed).append(found)
+            except ValueError as found:
+                gone.append(TPError(f"rank {rank} failed: {found}"))
+        if gone:
+            return gone[0]
+        if is_exchange and silent:
+            return _silence(silent[0], limit_s)
+        return failed[0] if failed else None
+
+    def last_words(self, kind: str) -> list[int]:
+        """The ranks that end with an exception of the class named ``kind``."""
+        found = []
+        for rank, peer in enumerate(self._peers, 1):
+            with contextlib.suppress(OSError):
+                message = peer.link.receive(LAST_WORDS_S)
+                if isinstance(message, Failure) and message.kind == kind:
+                    found.append(rank)
+        return found
+
+    def _loss(self, rank: int) -> TPError:
+        process = self._peers[rank - 1].process
+        if process is None:
+            return TPError(f"rank {rank} is gone")
+        try:
+            code = process.wait(LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            return TPError(f"rank {rank} has closed its link")
+        if code < 0:
+            return TPError(f"rank {rank} was killed by {signal.Signals(-code).name}")
+        said = self._peers[rank - 1].last_line()
+        return TPError(f"rank {rank} ended with exit code {code}{': ' + said if said else ''}")
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Close the links and end the processes that were started, by force if they do not within ``grace_s`` seconds.
+
+        May be called again, and from a finalizer.
+        """
+        until_s = time.monotonic() + grace_s
+        for peer in self._peers:
+            # A rank that was told to leave closes its end first.
+            with contextlib.suppress(OSError):
+                while grace_s and peer.link.fileno() >= 0:
+                    peer.link.receive(max(0.0, until_s - time.monotonic()))
+            peer.link.close()
+        for peer in self._peers:
+            if peer.process is not None and peer.process.returncode is None:
+                try:
+                    peer.process.wait(max(0.0, until_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    peer.process.kill()
+                    peer.process.wait()
+            if peer.written is not None:
+                peer.written.close()
+
+
+def serve_store(host: str, limit_s: float) -> dist.TCPStore:
+    """A store at which ranks find each other, on a free port of ``host`` alone."""
+    with socket.create_server((host, 0)) as server:
+        port = server.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=limit_s),
+            master_listen_fd=server.detach(),
+        )
+
+
+def reach_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
+    """The store that another rank serves."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+
+
+def make_group(
+    rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float
+) -> RankGroup:
+    """The group that carries the tensors of all ranks, which call this together: gloo on the CPU, NCCL on cards.
+
+    It is nobody's default group, and a process may have several.
+
+    Args:
+        rank, size: which of how many.
+        store: where the ranks find each other.
+        device: this rank's.
+        host: this machine's address for the others.
+        limit_s: seconds that an exchange may take on the CPU; on cards whoever waits for the step sets the limit.
+    """
+    kinds = dist.ProcessGroup.BackendType
+    if device.type == "cpu":
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=limit_s)
+        kind, backend = kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, options)
+    else:
+        with _quiet_nccl():
+            kind, backend = kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device.type), kind, backend)
+    return RankGroup(rank, size, group)
+
+
+@contextlib.contextmanager
+def _quiet_nccl() -> Iterator[None]:
+    """Make groups that do not end the process when another rank is gone: rank 0 notices, and says it."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def is_exchange_error(error: BaseException) -> bool:
+    """Whether an exception comes from an exchange of tensors that another rank did not take part in."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_exchange_text(str(error)))
+
+
+def is_exchange_text(text: str) -> bool:
+    """``is_exchange_error`` of what is left of an exception in another process."""
+    return any(word in text.lower() for word in ("gloo", "nccl"))
+
+
+def _silence(rank: int, limit_s: float) -> TPError:
+    return TPError(f"rank {rank} has not answered within {limit_s:g} s (tp_timeout_s)")
+
