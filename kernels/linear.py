@@ -33,6 +33,10 @@ def linear(
         k_segments: parts of K summed apart in fp32 (fp64), then folded as a balanced tree.
     """
     _check(x_TK, weight_NK, bias_N)
+    if _is_canonical(x_TK, numerics):
+        from paged.kernels import gemm_dispatch
+
+        return gemm_dispatch.product(x_TK, weight_NK, bias_N, k_segments=k_segments)
     if k_segments != 1:
         return _linear_segments(x_TK, weight_NK, bias_N, numerics, k_segments)
     if not numerics.is_invariant:
@@ -46,15 +50,20 @@ def head_logits(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, numerics: Numeri
     dtype = compute_dtype(x_TK.dtype)
     if x_TK.dtype == dtype:
         return linear(x_TK, weight_NK, numerics=numerics)
+    if _is_canonical(x_TK, numerics):
+        from paged.kernels import gemm_dispatch
+
+        return gemm_dispatch.product(x_TK, weight_NK, out_dtype=dtype)
     if x_TK.is_cuda:
-
-        def product(tile_RK: torch.Tensor) -> torch.Tensor:
-            return torch.mm(tile_RK, weight_NK.t(), out_dtype=dtype)
-
-        return _in_row_tiles(x_TK, numerics.gemm_rows, product) if numerics.is_invariant else product(x_TK)
+        return torch.mm(x_TK, weight_NK.t(), out_dtype=dtype)
     # An upcast copy of a whole vocabulary would be larger than the model's other transients.
     parts = [linear(x_TK.to(dtype), part.to(dtype), numerics=numerics) for part in weight_NK.split(numerics.head_rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _is_canonical(x_TK: torch.Tensor, numerics: Numerics) -> bool:
+    """Whether our CUDA kernel's order of summation is asked for."""
+    return x_TK.is_cuda and numerics.is_invariant and x_TK.dtype in (torch.bfloat16, torch.float16)
 
 
 def _linear_segments(
