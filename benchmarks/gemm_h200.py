@@ -26,8 +26,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from paged.kernels import gemm_dispatch
-from paged.kernels.gemm import Tiling, gemm
+from paged.kernels import activation, gemm_dispatch, norm, rope
+from paged.kernels.gemm import Tiling, gemm, tiling_for
 from paged.kernels.gemm_gate import Product, cancelling_numbers, gated_rows, verdicts
 
 SHAPES = {
@@ -48,6 +48,9 @@ SHAPES = {
     "0.6B tp2 gate_up": (3072, 1024),
     "0.6B tp2 down": (1024, 1536),
 }
+# The parts of a layer, and the query and key heads of each model's.
+PARTS = ("qkv", "o", "gate_up", "down")
+MODELS = {"8B": (32, 8), "8B tp2": (16, 4), "0.6B": (16, 8), "0.6B tp2": (8, 4)}
 HEADS = {"8B head": (151936, 4096), "8B tp2 head": (75968, 4096), "0.6B head": (151936, 1024)}
 ROWS = (1, 16, 64, 128, 256, 512, 2048)
 ROTATED_BYTES = 256 * 2**20
@@ -167,19 +170,20 @@ def candidates(num_rows: int) -> list[Tiling]:
     return list(dict.fromkeys(found))
 
 
-Job = tuple[Tiling, int, torch.dtype, torch.dtype | None, bool]
+Job = tuple[Tiling, int, torch.dtype, torch.dtype | None, bool, bool]
 
 
 def compile_job(job: Job) -> str:
     """Put one variant of the kernel into Triton's cache; returns the error if it cannot be made."""
-    tiling, k_segments, dtype, out_dtype, has_bias = job
+    tiling, k_segments, dtype, out_dtype, has_bias, all_fetches = job
     try:
-        x = torch.zeros(16, 4096, device="cuda", dtype=dtype)
+        wide = torch.zeros(16, 4097, device="cuda", dtype=dtype)
+        x, far_apart = wide[:, :4096].contiguous(), wide[:, :4096]
         weight = torch.zeros(1024 if k_segments == 1 else 16384, 4096, device="cuda", dtype=dtype)
         bias = weight[:, 0].contiguous() if has_bias else None
         gemm(x, weight, bias, k_segments=k_segments, out_dtype=out_dtype, tiling=tiling)
-        if k_segments > 1:
-            gemm(x, weight[:256], None, k_segments=k_segments, out_dtype=out_dtype, tiling=tiling)
+        if all_fetches:
+            gemm(far_apart, weight, bias, k_segments=k_segments, out_dtype=out_dtype, tiling=tiling)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {type(error).__name__}: {str(error)[:200]}"
@@ -214,8 +218,11 @@ def bits(_: dict[str, float], count: int = 520) -> dict[str, object]:
     """Products of random rows under random tilings against one reference; elements that differ, by dtype."""
     kinds = ((None, False), (torch.float32, False), (None, True))
     jobs = [
-        (tiling, segments, dtype, *kind)
-        for tiling in BIT_TILINGS
+        (tiling, segments, dtype, *kind, True)
+        for tiling in (
+            *BIT_TILINGS,
+            *{tiling_for(rows, columns) for rows in (16, 32, 64, 128, 300) for columns in (999, 6144)},
+        )
         for segments in (1, 2, 4)
         for dtype in (torch.bfloat16, torch.float16)
         for kind in kinds
@@ -272,7 +279,7 @@ def tune(ceilings: dict[str, float]) -> dict[str, object]:
     """Times of all candidates, and the best few of each shape."""
     sizes = (16, 32, 64, 128, 512)
     tilings = {num_rows: candidates(num_rows) for num_rows in sizes}
-    compile_all([(tiling, 1, torch.bfloat16, None, False) for found in tilings.values() for tiling in found])
+    compile_all([(tiling, 1, torch.bfloat16, None, False, False) for found in tilings.values() for tiling in found])
     results: dict[str, object] = {}
     for name, (num_columns, inner_size) in (SHAPES | HEADS).items():
         weights = rotated(num_columns, inner_size)
@@ -349,12 +356,40 @@ def times(ceilings: dict[str, float]) -> list[dict[str, object]]:
             results.append(row)
             print(*(f"{key} {value}" for key, value in row.items()), flush=True)
         del weights
-    for model, num_rows in itertools.product(("8B", "8B tp2", "0.6B", "0.6B tp2"), ROWS):
-        names = [f"{model} {part}" for part in ("qkv", "o", "gate_up", "down")]
+    print("layer, rows: sum of the four products, ours / cuBLAS | a layer in turn with its row-wise kernels, the same")
+    for model, num_rows in itertools.product(MODELS, ROWS):
+        names = [f"{model} {part}" for part in PARTS]
         rows = [row for row in results if row["shape"] in names and row["rows"] == num_rows]
         ours, cublas = (sum(float(str(row[kind])) for row in rows) for kind in ("ours", "cublas"))
-        print(f"layer {model} {num_rows}: ours {ours:.1f} us, cuBLAS {cublas:.1f} us, {ours / cublas - 1:+.1%}")
+        chains = [layer_microseconds(model, num_rows, product) for product in (gemm_dispatch.product, F.linear)]
+        results.append({"layer": model, "rows": num_rows, "ours": ours, "cublas": cublas, "chains": chains})
+        print(
+            f"layer {model} {num_rows}: {ours:.1f} / {cublas:.1f} {ours / cublas - 1:+.1%} | "
+            f"{chains[0]:.1f} / {chains[1]:.1f} {chains[0] / chains[1] - 1:+.1%}",
+            flush=True,
+        )
     return results
+
+
+def layer_microseconds(model: str, num_rows: int, product: Callable[..., torch.Tensor]) -> float:
+    """A layer's products and row-wise kernels, each on the last one's result; attention and the cache left out."""
+    num_heads, num_kv_heads = MODELS[model]
+    weights = list(zip(*(rotated(*SHAPES[f"{model} {part}"]) for part in PARTS), strict=False))
+    hidden = SHAPES[f"{model} qkv"][1]
+    norm_weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    cos, sin = rope.rope_tables(num_rows, 128, 1e6, dtype=torch.bfloat16, device="cuda")
+    head_weight = torch.ones(128, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16)
+
+    def layer(qkv: torch.Tensor, o: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        normed = norm.add_rms_norm(x, x, norm_weight, 1e-6)[1]
+        heads = product(normed, qkv).unflatten(1, (-1, 128))
+        q, k, _ = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q, _ = rope.norm_rope(q, k, cos, sin, head_weight, head_weight, 1e-6)
+        normed = norm.add_rms_norm(x, product(q.flatten(1), o), norm_weight, 1e-6)[1]
+        product(activation.silu_mul(product(normed, gate_up)), down)
+
+    return microseconds([lambda four=four: layer(*four) for four in weights])
 
 
 if __name__ == "__main__":

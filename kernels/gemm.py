@@ -24,9 +24,6 @@ from paged.kernels.launch import is_dependent, options
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-# Tiles up to which each segment of K is a program's own work: fewer would leave processors of an H200 idle.
-_MAX_SPLIT_TILES = 132
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -49,15 +46,33 @@ class Tiling:
     num_stages: int
 
 
-def tiling_for(num_rows: int, num_columns: int, inner_size: int) -> Tiling:
+# Fits any card that multiplies bf16; the others are for Hopper.
+_PLAIN_TILING = Tiling(32, 64, 64, False, 4, 3)
+
+# Tiles up to which each segment of K is a program's own work: fewer would leave processors of an H200 idle.
+_MAX_SPLIT_TILES = 132
+
+# Weights that a launch of few rows asks the L2 cache for while the kernel before it still runs. More was slower.
+_PREFETCHED_BYTES = 2 * 2**20
+_MAX_PREFETCHED_ROWS = 128
+
+
+def tiling_for(num_rows: int, num_columns: int) -> Tiling:
     """The tiling that was fastest on an H200 for products of about this size (benchmarks/gemm_h200.py)."""
+    is_head = num_columns > 32768
     if num_rows <= 16:
-        return Tiling(16, 32, 256, False, 4, 6)
+        # With three stages two programs share a processor, which pays where some processors would have two anyway.
+        shallow = 4096 < num_columns <= 8192
+        return Tiling(16, 128, 128, True, 4, 6) if is_head else Tiling(16, 64, 256, True, 4, 3 if shallow else 5)
     if num_rows <= 32:
-        return Tiling(32, 32, 256, False, 4, 5)
+        return Tiling(32, 128, 128, True, 4, 4) if is_head else Tiling(32, 64, 128, True, 4, 8)
     if num_rows <= 64:
-        return Tiling(64, 32, 128, False, 4, 6)
-    return Tiling(128, 128, 64, False, 8, 4)
+        if is_head:
+            return Tiling(64, 128, 64, False, 4, 9)
+        return Tiling(64, 16, 128, False, 4, 6) if num_columns <= 1024 else Tiling(64, 64, 128, False, 4, 7)
+    if num_rows <= 128:
+        return Tiling(64, 64, 128, False, 4, 7) if num_columns <= 4096 else Tiling(128, 64, 64, False, 4, 9)
+    return Tiling(64, 128, 64, False, 4, 5) if num_columns <= 2048 else Tiling(128, 128, 64, False, 4, 7)
 
 
 def gemm(
@@ -82,6 +97,7 @@ def gemm(
     num_rows, inner_size = x_TK.shape
     num_columns = weight_NK.shape[0]
     out_dtype = x_TK.dtype if out_dtype is None else out_dtype
+    assert num_rows > 0, x_TK.shape
     assert weight_NK.shape[1] == inner_size, (x_TK.shape, weight_NK.shape)
     assert x_TK.dtype == weight_NK.dtype, (x_TK.dtype, weight_NK.dtype)
     assert x_TK.dtype in DTYPES, x_TK.dtype
@@ -92,7 +108,9 @@ def gemm(
     assert k_segments & (k_segments - 1) == 0, k_segments
     if inner_size % k_segments:
         raise ValueError(f"the product's inner size {inner_size} must be a multiple of k_segments {k_segments}")
-    tiling = tiling_for(num_rows, num_columns, inner_size) if tiling is None else tiling
+    has_copy_engine = is_dependent(x_TK) or not x_TK.is_cuda
+    if tiling is None:
+        tiling = tiling_for(num_rows, num_columns) if has_copy_engine else _PLAIN_TILING
     out_TN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TK.device)
     num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_columns, tiling.columns)
     is_split = k_segments > 1 and num_tiles <= _MAX_SPLIT_TILES
@@ -102,9 +120,10 @@ def gemm(
     segment_size = inner_size // k_segments
     # The copy engine wants addresses and strides in multiples of 16 bytes, and cannot stop at a segment's end.
     use_descriptors = (
-        (is_dependent(x_TK) or not x_TK.is_cuda)
+        has_copy_engine
         and all(tensor.data_ptr() % 16 == 0 for tensor in (x_TK, weight_NK))
         and x_TK.stride(0) % 8 == inner_size % 8 == 0
+        and x_TK.stride(0) >= inner_size
         and (k_segments == 1 or segment_size % tiling.depth == 0)
     )
     x: torch.Tensor | TensorDescriptor = x_TK
@@ -123,14 +142,15 @@ def gemm(
         inner_size,
         segment_size,
         x_TK.stride(0),
+        max(16, min(segment_size * 2, _PREFETCHED_BYTES // num_columns) & -16),
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,
         WEIGHTS_FIRST=tiling.weights_first,
         SEGMENTS=1 if is_split else k_segments,
         USE_DESCRIPTORS=use_descriptors,
+        PREFETCHES=use_descriptors and num_rows <= _MAX_PREFETCHED_ROWS,
         IS_DEPENDENT=is_dependent(x_TK),
-        PREFETCH_BYTES=tiling.depth * tiling.num_stages * x_TK.element_size(),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **options(x_TK),
@@ -151,7 +171,7 @@ def gemm(
     return out_TN
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "prefetched_bytes"])
 def _gemm_kernel(
     x,
     weight,
@@ -163,14 +183,15 @@ def _gemm_kernel(
     inner_size,
     segment_size,
     x_stride,
+    prefetched_bytes,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     SEGMENTS: tl.constexpr,
     USE_DESCRIPTORS: tl.constexpr,
+    PREFETCHES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr,
 ):
     """One tile of ``out``; axis 1 of the grid is the segment of K if each is a program's own."""
     row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS))
@@ -178,8 +199,8 @@ def _gemm_kernel(
     first_k = tl.program_id(1) * segment_size
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-        if USE_DESCRIPTORS:
-            _prefetch(weight_pointer, first_column, first_k, num_columns, inner_size, COLUMNS, PREFETCH_BYTES)
+        if PREFETCHES:
+            _prefetch(weight_pointer, first_column, first_k, num_columns, inner_size, prefetched_bytes, COLUMNS)
         tl.extra.cuda.gdc_wait()
     # ptxas serializes the matrix unit's work in a loop that may be empty.
     tl.assume(segment_size > 0)
@@ -212,17 +233,14 @@ def _tile_of(program, num_row_tiles, num_column_tiles):
 
 
 @triton.jit
-def _prefetch(
-    weight_pointer, first_column, first_k, num_columns, inner_size, COLUMNS: tl.constexpr, BYTES: tl.constexpr
-):
-    """Ask the L2 cache for the first ``BYTES`` of each of the program's rows of weights."""
+def _prefetch(weight_pointer, first_column, first_k, num_columns, inner_size, prefetched_bytes, COLUMNS: tl.constexpr):
+    """Ask the L2 cache for the first bytes of the segment of each of the program's rows of weights."""
     columns_C = tl.minimum(first_column + tl.arange(0, COLUMNS), num_columns - 1)
     address_C = weight_pointer + columns_C.to(tl.int64) * inner_size + first_k
-    bytes_C = tl.zeros((COLUMNS,), tl.int32) + tl.minimum(BYTES, (inner_size - first_k) * 2)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
-        [address_C, bytes_C],
+        [address_C, tl.zeros((COLUMNS,), tl.int32) + prefetched_bytes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

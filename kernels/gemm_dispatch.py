@@ -82,11 +82,9 @@ def _named(out_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | N
 
 def _with_rows(x_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
     """``x`` with more rows, of any content: a product's rows do not touch each other."""
-    missing = num_rows - x_TK.shape[0]
-    if not missing:
-        return x_TK
-    last = x_TK.storage_offset() + num_rows * x_TK.shape[1]
-    if last * x_TK.element_size() <= x_TK.untyped_storage().nbytes():
+    inner_size = x_TK.shape[1]
+    end = x_TK.storage_offset() + num_rows * inner_size
+    if end * x_TK.element_size() <= x_TK.untyped_storage().nbytes():
         # What lies behind it in the same storage will do, and saves a copy.
-        return x_TK.as_strided((num_rows, x_TK.shape[1]), x_TK.stride())
-    return F.pad(x_TK, (0, 0, 0, missing))
+        return x_TK.as_strided((num_rows, inner_size), (inner_size, 1))
+    return F.pad(x_TK, (0, 0, 0, num_rows - x_TK.shape[0]))

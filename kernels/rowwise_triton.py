@@ -16,7 +16,7 @@ from paged.kernels.gemm_dispatch import empty_rows
 from paged.kernels.launch import is_dependent, options
 
 _HEADS_PER_PROGRAM = 8
-_SILU_BLOCK = 2048
+_SILU_BLOCK = 1024
 
 
 def rms_norm(x_N: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
