@@ -1,11 +1,11 @@
 """Matrix products on one H200: first the bits, then microseconds beside the floor and the library.
 
-    python benchmarks/gemm_h200.py [--parts bits gate times tune] [--out FOLDER]
+    python benchmarks/gemm_h200.py [--parts bits gate times experts tune] [--out FOLDER]
 
 ``bits``: random products under random tilings, rows and neighbours against one reference, and how many elements differ.
 ``gate``: what the gate says of the library. ``times``: Qwen3-8B and 0.6B shapes at tp 1 and 2, inside CUDA graphs, the
-weights rotating out of the L2 cache; read bandwidth and matrix rate are measured in the same run. ``tune``: the tilings
-behind ``tiling_for``. Prints tables and writes ``gemm_h200.json``.
+weights rotating out of the L2 cache; read bandwidth and matrix rate are measured in the same run. ``experts``: OLMoE's.
+``tune``: the tilings behind ``tiling_for``. Prints tables and writes ``gemm_h200.json``.
 """
 
 # ruff: noqa: N803 - constants of a kernel are in capitals
@@ -26,9 +26,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from paged.kernels import activation, gemm_dispatch, norm, rope
+from paged.kernels import activation, gemm_dispatch, moe, norm, rope
 from paged.kernels.gemm import Tiling, gemm, tiling_for
 from paged.kernels.gemm_gate import Product, cancelling_numbers, gated_rows, verdicts
+from paged.kernels.numerics import Numerics
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -60,7 +61,7 @@ SHARED_BYTES = 227 * 1024
 def main() -> None:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=["bits", "gate", "times"])
+    parser.add_argument("--parts", nargs="+", default=["bits", "gate", "times", "experts"])
     parser.add_argument("--out", type=Path, default=Path("outputs"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ def main() -> None:
     ceilings = {"read_tb_s": read_bandwidth(), "matmul_tflop_s": matrix_rate()}
     print(f"read {ceilings['read_tb_s']:.2f} TB/s, bf16 matmul {ceilings['matmul_tflop_s']:.0f} TFLOP/s", flush=True)
     found: dict[str, object] = {"ceilings": ceilings}
-    for name, part in (("bits", bits), ("tune", tune), ("gate", gate), ("times", times)):
+    for name, part in (("bits", bits), ("tune", tune), ("gate", gate), ("times", times), ("experts", experts)):
         if name in options.parts:
             start = time.monotonic()
             found[name] = part(ceilings)
@@ -390,6 +391,37 @@ def layer_microseconds(model: str, num_rows: int, product: Callable[..., torch.T
         product(activation.silu_mul(product(normed, gate_up)), down)
 
     return microseconds([lambda four=four: layer(*four) for four in weights])
+
+
+def experts(ceilings: dict[str, float]) -> list[dict[str, object]]:
+    """A layer of OLMoE's experts (64 of width 1024, 8 a row, hidden 2048), and the torch twin's loop with a wait."""
+    shape = {"device": "cuda", "dtype": torch.bfloat16}
+    gate_up, down = torch.randn(2, 64, 2048, 2048, **shape) / 45, torch.randn(2, 64, 2048, 1024, **shape) / 32
+    results = []
+    for num_rows in (1, 16, 64, 256, 2048):
+        x = torch.randn(num_rows, 2048, **shape)
+        chosen, shares = moe.route(torch.randn(num_rows, 64, **shape), 8, normalize=False)
+
+        def ours(index: int, x: torch.Tensor = x, parts: tuple = (chosen, shares)) -> object:
+            return moe.run_experts(x, *parts, gate_up[index], down[index], numerics=Numerics())
+
+        def loop(index: int, x: torch.Tensor = x, parts: tuple = (chosen, shares)) -> object:
+            return moe.run_experts(x, *parts, gate_up[index], down[index], numerics=Numerics(mode="fast"))
+
+        us = microseconds([lambda: ours(0), lambda: ours(1)])
+        loop(0)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for index in (0, 1, 0, 1):
+            loop(index)
+        torch.cuda.synchronize()
+        loop_us = (time.perf_counter() - start) / 4 * 1e6
+        read_us = len(chosen.unique()) * 3 * 1024 * 2048 * 2 / ceilings["read_tb_s"] / 1e6
+        floor = max(read_us, num_rows * 8 * 6 * 1024 * 2048 / ceilings["matmul_tflop_s"] / 1e6)
+        row = {"rows": num_rows, "ours": round(us, 1), "loop": round(loop_us, 1), "floor": round(floor, 1)}
+        results.append(row)
+        print("experts", *(f"{key} {value}" for key, value in row.items()), flush=True)
+    return results
 
 
 if __name__ == "__main__":

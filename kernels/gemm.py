@@ -47,7 +47,7 @@ class Tiling:
 
 
 # Fits any card that multiplies bf16; the others are for Hopper.
-_PLAIN_TILING = Tiling(32, 64, 64, False, 4, 3)
+PLAIN_TILING = Tiling(32, 64, 64, False, 4, 3)
 
 # Tiles up to which each segment of K is a program's own work: fewer would leave processors of an H200 idle.
 _MAX_SPLIT_TILES = 132
@@ -108,9 +108,8 @@ def gemm(
     assert k_segments & (k_segments - 1) == 0, k_segments
     if inner_size % k_segments:
         raise ValueError(f"the product's inner size {inner_size} must be a multiple of k_segments {k_segments}")
-    has_copy_engine = is_dependent(x_TK) or not x_TK.is_cuda
     if tiling is None:
-        tiling = tiling_for(num_rows, num_columns) if has_copy_engine else _PLAIN_TILING
+        tiling = tiling_for(num_rows, num_columns) if has_copy_engine(x_TK) else PLAIN_TILING
     out_TN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TK.device)
     num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_columns, tiling.columns)
     is_split = k_segments > 1 and num_tiles <= _MAX_SPLIT_TILES
@@ -118,19 +117,7 @@ def gemm(
     if is_split:
         sums_STN = torch.empty(k_segments, num_rows, num_columns, dtype=torch.float32, device=x_TK.device)
     segment_size = inner_size // k_segments
-    # The copy engine wants addresses and strides in multiples of 16 bytes, and cannot stop at a segment's end.
-    use_descriptors = (
-        has_copy_engine
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (x_TK, weight_NK))
-        and x_TK.stride(0) % 8 == inner_size % 8 == 0
-        and x_TK.stride(0) >= inner_size
-        and (k_segments == 1 or segment_size % tiling.depth == 0)
-    )
-    x: torch.Tensor | TensorDescriptor = x_TK
-    weight: torch.Tensor | TensorDescriptor = weight_NK
-    if use_descriptors:
-        x = TensorDescriptor(x_TK, [num_rows, inner_size], [x_TK.stride(0), 1], [tiling.rows, tiling.depth])
-        weight = TensorDescriptor.from_tensor(weight_NK, [tiling.columns, tiling.depth])
+    x, weight, use_descriptors = operands(x_TK, weight_NK, tiling, k_segments)
     _gemm_kernel[(num_tiles, k_segments if is_split else 1)](
         x,
         weight,
@@ -171,6 +158,30 @@ def gemm(
     return out_TN
 
 
+def has_copy_engine(tensor: torch.Tensor) -> bool:
+    """Whether tiles of the tensor may be fetched by descriptor, and a Hopper's shared memory is there."""
+    return is_dependent(tensor) or not tensor.is_cuda
+
+
+def operands(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, tiling: Tiling, k_segments: int
+) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor | TensorDescriptor, bool]:
+    """The two operands as ``tree`` takes them, and whether they are descriptors."""
+    num_rows, inner_size = x_TK.shape
+    # The copy engine wants addresses and strides in multiples of 16 bytes, and cannot stop at a segment's end.
+    use_descriptors = (
+        has_copy_engine(x_TK)
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x_TK, weight_NK))
+        and x_TK.stride(0) % 8 == inner_size % 8 == 0
+        and x_TK.stride(0) >= inner_size
+        and (k_segments == 1 or inner_size // k_segments % tiling.depth == 0)
+    )
+    if not use_descriptors:
+        return x_TK, weight_NK, False
+    x = TensorDescriptor(x_TK, [num_rows, inner_size], [x_TK.stride(0), 1], [tiling.rows, tiling.depth])
+    return x, TensorDescriptor.from_tensor(weight_NK, [tiling.columns, tiling.depth]), True
+
+
 @triton.jit(do_not_specialize=["num_rows", "prefetched_bytes"])
 def _gemm_kernel(
     x,
@@ -204,7 +215,7 @@ def _gemm_kernel(
         tl.extra.cuda.gdc_wait()
     # ptxas serializes the matrix unit's work in a loop that may be empty.
     tl.assume(segment_size > 0)
-    acc = _tree(
+    acc = tree(
         x, weight, first_row, first_column, first_k, num_rows, num_columns, inner_size, segment_size, x_stride,
         ROWS, COLUMNS, DEPTH, WEIGHTS_FIRST, SEGMENTS, USE_DESCRIPTORS,
     )  # fmt: skip
@@ -248,7 +259,7 @@ def _prefetch(weight_pointer, first_column, first_k, num_columns, inner_size, pr
 
 
 @triton.jit
-def _tree(
+def tree(
     x, weight, first_row, first_column, first_k, num_rows, num_columns, inner_size, segment_size, x_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
     SEGMENTS: tl.constexpr, USE_DESCRIPTORS: tl.constexpr,
@@ -260,12 +271,12 @@ def _tree(
             ROWS, COLUMNS, DEPTH, WEIGHTS_FIRST, USE_DESCRIPTORS,
         )  # fmt: skip
     else:
-        left = _tree(
+        left = tree(
             x, weight, first_row, first_column, first_k, num_rows, num_columns, inner_size, segment_size, x_stride,
             ROWS, COLUMNS, DEPTH, WEIGHTS_FIRST, SEGMENTS // 2, USE_DESCRIPTORS,
         )  # fmt: skip
         middle_k = first_k + SEGMENTS // 2 * segment_size
-        right = _tree(
+        right = tree(
             x, weight, first_row, first_column, middle_k, num_rows, num_columns, inner_size, segment_size, x_stride,
             ROWS, COLUMNS, DEPTH, WEIGHTS_FIRST, SEGMENTS // 2, USE_DESCRIPTORS,
         )  # fmt: skip

@@ -71,6 +71,11 @@ def run_experts(
     assert gate_up_EIN.shape == (num_experts, 2 * inner, hidden), (gate_up_EIN.shape, down_ENI.shape)
     assert weights_TC.shape == experts_TC.shape, (weights_TC.shape, experts_TC.shape)
     assert x_TN.dtype == weights_TC.dtype == gate_up_EIN.dtype == down_ENI.dtype, (x_TN.dtype, weights_TC.dtype)
+    if x_TN.is_cuda and numerics.is_invariant and x_TN.dtype in (torch.bfloat16, torch.float16):
+        from paged.kernels import moe_triton
+
+        parts = (experts_TC, weights_TC, gate_up_EIN, down_ENI)
+        return moe_triton.run_experts(x_TN, *parts, k_segments=k_segments)
     expert_P = experts_TC.flatten()
     # Pairs of a row and a slot, expert by expert.
     order_P = expert_P.argsort(stable=True)
