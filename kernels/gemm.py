@@ -49,16 +49,27 @@ class Tiling:
 # Fits any card that multiplies bf16; the others are for Hopper.
 PLAIN_TILING = Tiling(32, 64, 64, False, 4, 3)
 
-# Tiles up to which each segment of K is a program's own work: fewer would leave processors of an H200 idle.
-_MAX_SPLIT_TILES = 132
+# Tiles up to which each segment of K is a program's own work: fewer leave half the processors of an H200 idle.
+_MAX_SPLIT_TILES = 66
+# A tree of segments in registers holds three accumulators; more numbers a thread than this spill.
+_MAX_TREE_REGISTERS = 128
+# What the sums of segments may take of the device's memory.
+_MAX_SUMS_BYTES = 2**28
 
-# Weights that a launch of few rows asks the L2 cache for while the kernel before it still runs. More was slower.
+# Weights that a launch asks the L2 cache for while the kernel before it still runs. More was slower.
 _PREFETCHED_BYTES = 2 * 2**20
-_MAX_PREFETCHED_ROWS = 128
 
 
-def tiling_for(num_rows: int, num_columns: int) -> Tiling:
+def tiling_for(num_rows: int, num_columns: int, inner_size: int, k_segments: int = 1) -> Tiling:
     """The tiling that was fastest on an H200 for products of about this size (benchmarks/gemm_h200.py)."""
+    if k_segments > 1:
+        if num_rows <= 16:
+            return Tiling(16, 64, 256, True, 4, 3)
+        if num_rows <= 128:
+            return Tiling(64, 64, 128, False, 4, 5)
+        # Large tiles pay for the way through memory where K is long.
+        is_large = inner_size >= 8192 and 4 * k_segments * num_rows * num_columns <= _MAX_SUMS_BYTES
+        return Tiling(128, 128, 64, False, 4, 7) if is_large else Tiling(128, 64, 64, False, 8, 6)
     is_head = num_columns > 32768
     if num_rows <= 16:
         # With three stages two programs share a processor, which pays where some processors would have two anyway.
@@ -109,10 +120,13 @@ def gemm(
     if inner_size % k_segments:
         raise ValueError(f"the product's inner size {inner_size} must be a multiple of k_segments {k_segments}")
     if tiling is None:
-        tiling = tiling_for(num_rows, num_columns) if has_copy_engine(x_TK) else PLAIN_TILING
+        tiling = PLAIN_TILING
+        if has_copy_engine(x_TK):
+            tiling = tiling_for(num_rows, num_columns, inner_size, k_segments)
     out_TN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TK.device)
     num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_columns, tiling.columns)
-    is_split = k_segments > 1 and num_tiles <= _MAX_SPLIT_TILES
+    tree_registers = 3 * tiling.rows * tiling.columns // (32 * tiling.num_warps)
+    is_split = k_segments > 1 and (num_tiles <= _MAX_SPLIT_TILES or tree_registers > _MAX_TREE_REGISTERS)
     sums_STN = out_TN
     if is_split:
         sums_STN = torch.empty(k_segments, num_rows, num_columns, dtype=torch.float32, device=x_TK.device)
@@ -136,7 +150,6 @@ def gemm(
         WEIGHTS_FIRST=tiling.weights_first,
         SEGMENTS=1 if is_split else k_segments,
         USE_DESCRIPTORS=use_descriptors,
-        PREFETCHES=use_descriptors and num_rows <= _MAX_PREFETCHED_ROWS,
         IS_DEPENDENT=is_dependent(x_TK),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -201,7 +214,6 @@ def _gemm_kernel(
     WEIGHTS_FIRST: tl.constexpr,
     SEGMENTS: tl.constexpr,
     USE_DESCRIPTORS: tl.constexpr,
-    PREFETCHES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """One tile of ``out``; axis 1 of the grid is the segment of K if each is a program's own."""
@@ -210,7 +222,7 @@ def _gemm_kernel(
     first_k = tl.program_id(1) * segment_size
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCHES:
+        if USE_DESCRIPTORS:
             _prefetch(weight_pointer, first_column, first_k, num_columns, inner_size, prefetched_bytes, COLUMNS)
         tl.extra.cuda.gdc_wait()
     # ptxas serializes the matrix unit's work in a loop that may be empty.

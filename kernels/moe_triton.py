@@ -37,7 +37,7 @@ def run_experts(
     assert inner % k_segments == 0, (inner, k_segments)
     num_pairs = num_rows * num_chosen
     if tiling is None:
-        tiling = _tiling_for(num_pairs // num_experts) if has_copy_engine(x_TN) else PLAIN_TILING
+        tiling = _tiling_for(num_pairs // num_experts, k_segments) if has_copy_engine(x_TN) else PLAIN_TILING
     expert_P = experts_TC.flatten()
     order_P = expert_P.argsort(stable=True)
     # bincount would wait for the device.
@@ -52,7 +52,8 @@ def run_experts(
         segments = k_segments if is_last else 1
         out_PN = torch.empty(num_pairs, num_columns, dtype=x_PK.dtype, device=x_PK.device)
         x, weight, use_descriptors = operands(x_PK, weight_ENK.flatten(0, 1), tiling, segments)
-        _grouped_kernel[(num_row_tiles, triton.cdiv(num_columns, tiling.columns))](
+        # Columns run fastest: neighbours in time share a tile of rows and an expert's weights.
+        _grouped_kernel[(triton.cdiv(num_columns, tiling.columns), num_row_tiles)](
             x,
             weight,
             out_PN,
@@ -96,12 +97,13 @@ def run_experts(
     return out_TN
 
 
-def _tiling_for(rows_per_expert: int) -> Tiling:
+def _tiling_for(rows_per_expert: int, k_segments: int) -> Tiling:
     if rows_per_expert <= 16:
         return Tiling(16, 64, 128, True, 4, 5)
     if rows_per_expert <= 64:
         return Tiling(64, 64, 128, False, 4, 4)
-    return Tiling(128, 128, 64, False, 8, 4)
+    # Three accumulators of a larger tile would not fit a tree of segments.
+    return Tiling(128, 128 if k_segments == 1 else 64, 64, False, 8, 4)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -132,7 +134,7 @@ def _grouped_kernel(
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row_tile = tl.program_id(0)
+    row_tile = tl.program_id(1)
     experts_B = tl.arange(0, BLOCK)
     ends_B = tl.load(tile_bounds_pointer + 1 + experts_B, mask=experts_B < NUM_EXPERTS, other=2**31 - 1)
     expert = tl.sum((ends_B <= row_tile).to(tl.int32), 0)
@@ -141,7 +143,7 @@ def _grouped_kernel(
         tile_of_expert = row_tile - tl.load(tile_bounds_pointer + expert).to(tl.int32)
         first_row = tl.load(bounds_pointer + expert).to(tl.int32) + tile_of_expert * ROWS
         last_row = tl.load(bounds_pointer + expert + 1).to(tl.int32)
-        first_column = tl.program_id(1) * COLUMNS
+        first_column = tl.program_id(0) * COLUMNS
         # Rows and columns beyond the expert's are the next one's; they are computed and not stored.
         acc = tree(
             x, weight, first_row, expert * num_columns + first_column, 0, num_pairs, NUM_EXPERTS * num_columns,
