@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -233,11 +233,10 @@ def _read(path: Path) -> dict[str, list[dict]]:
 def _facts(device: torch.device) -> dict[str, object]:
     """All that may change a verdict."""
     card = torch.cuda.get_device_properties(device)
-    libraries = {
-        name: metadata.version(name)
-        for name in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")
-        if any(found.metadata["Name"] == name for found in metadata.distributions())
-    }
+    libraries = {}
+    for name in ("nvidia-cublas", "nvidia-cublas-cu12"):
+        with suppress(metadata.PackageNotFoundError):
+            libraries[name] = metadata.version(name)
     source = "".join(Path(file).read_text() for file in (__file__, own_kernel.__file__) if file)
     return {
         "card": [card.name, card.major, card.minor, card.multi_processor_count],

@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 from paged.kernels import gemm_dispatch, gemm_gate
 from paged.kernels.gemm import gemm
 from paged.kernels.gemm_gate import Product, Verdict, cancelling_numbers, gated_rows
+from paged.kernels.linear import head_logits, linear
+from paged.kernels.numerics import Numerics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
@@ -185,3 +187,13 @@ def test_dispatched_products_have_our_bits(dtype: torch.dtype, monkeypatch: pyte
             assert torch.equal(gemm_dispatch.product(x[:rows], *terms, out_dtype=kind.out_dtype), want[:rows]), rows
     assert used > 0
     assert ([getattr(matmul, name) for name in names], torch.backends.cuda.preferred_blas_library()) == before
+
+
+@pytest.mark.gpu
+@needs_card
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_and_head_take_the_canonical_order(dtype: torch.dtype) -> None:
+    x, weight = cancelling_numbers(40, 512, 1024, dtype, torch.device(DEVICE), seed=5)
+    assert torch.equal(linear(x, weight, numerics=Numerics()), gemm(x, weight))
+    assert torch.equal(linear(x, weight, numerics=Numerics(), k_segments=4), gemm(x, weight, k_segments=4))
+    assert torch.equal(head_logits(x, weight, numerics=Numerics()), gemm(x, weight, out_dtype=torch.float32))
