@@ -15,6 +15,10 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up as [T, I], from [T, 2 I] that holds the gates and then the ups of each row."""
     assert gate_up_TI.dim() == 2, gate_up_TI.shape
     assert gate_up_TI.shape[1] % 2 == 0, gate_up_TI.shape
+    if gate_up_TI.is_cuda and gate_up_TI.dtype != torch.float64:
+        from paged.kernels import rowwise_triton
+
+        return rowwise_triton.silu_mul(gate_up_TI)
     gate_TI, up_TI = gate_up_TI.chunk(2, dim=1)
     wide_TI = gate_TI.to(compute_dtype(gate_TI.dtype))
     # torch's silu gives other bits in the vector loop's tail than in its body; these operations do not.

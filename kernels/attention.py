@@ -129,6 +129,12 @@ def attention(
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
     assert head_dim == cache.head_dim, (q_THD.shape, cache.key.shape)
     assert cache.block_size == layout.block_size, (cache.block_size, layout.block_size)
+    if q_THD.is_cuda:
+        # Imported here because a CPU needs no Triton.
+        from paged.kernels.attention_triton import attention_triton, supported
+
+        if supported(q_THD, cache):
+            return attention_triton(q_THD, cache, layout, scale=scale, numerics=numerics)
     q_TKGD = q_THD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out_TKGD = torch.empty_like(q_TKGD)
     decode = _decode_invariant if numerics.is_invariant else _decode_fast

@@ -59,6 +59,12 @@ def store(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, cel
     shape = (cell_T.shape[0], cache.num_kv_heads, cache.head_dim)
     assert key_TKD.shape == value_TKD.shape == shape, (key_TKD.shape, value_TKD.shape, shape)
     assert cell_T.dtype == torch.int64
+    if key_TKD.is_cuda and cache.key_scale is None:
+        # Imported here because a CPU needs no Triton.
+        from paged.kernels.kv_cache_triton import store_triton
+
+        store_triton(cache, key_TKD, value_TKD, cell_T)
+        return
     _store(cache.key, cache.key_scale, key_TKD, cell_T)
     _store(cache.value, cache.value_scale, value_TKD, cell_T)
 

@@ -7,14 +7,10 @@ weights; under ``invariant`` to the bit, whatever T and whoever the neighbours a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from paged.kernels.numerics import Numerics, compute_dtype, fold_tree
-
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def linear(
@@ -35,9 +31,13 @@ def linear(
         k_segments: parts of K summed apart in fp32 (fp64), then folded as a balanced tree.
     """
     _check(x_TK, weight_NK, bias_N)
+    if is_canonical(x_TK, numerics):
+        from paged.kernels import gemm_dispatch
+
+        return gemm_dispatch.product(x_TK, weight_NK, bias_N, k_segments=k_segments)
     if k_segments != 1:
         return add_bias(partial_linear(x_TK, weight_NK, numerics=numerics, k_segments=k_segments), bias_N, x_TK.dtype)
-    return _in_tiles(x_TK, weight_NK, bias_N, numerics, F.linear)
+    return _in_tiles(x_TK, weight_NK, bias_N, numerics)
 
 
 def partial_linear(
@@ -52,6 +52,10 @@ def partial_linear(
         k_segments: parts of this K summed apart, then folded as a balanced tree.
     """
     _check(x_TK, weight_NK, None)
+    if is_canonical(x_TK, numerics):
+        from paged.kernels import gemm_dispatch
+
+        return gemm_dispatch.product(x_TK, weight_NK, k_segments=k_segments, out_dtype=torch.float32)
     size, rest = divmod(x_TK.shape[1], k_segments)
     if rest:
         raise ValueError(f"the product's inner size {x_TK.shape[1]} must be a multiple of k_segments {k_segments}")
@@ -74,26 +78,29 @@ def head_logits(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, numerics: Numeri
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
+def is_canonical(x_TK: torch.Tensor, numerics: Numerics) -> bool:
+    """Whether products of ``x`` are formed by our CUDA kernel, or by what has its bits."""
+    return x_TK.is_cuda and numerics.is_invariant and x_TK.dtype in (torch.bfloat16, torch.float16)
+
+
 def _wide_product(x_TK: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     """``x @ weight.T`` [T, N] in the dtype that sums are formed in."""
     dtype = compute_dtype(x_TK.dtype)
     if x_TK.dtype == dtype or not x_TK.is_cuda:
         return linear(x_TK.to(dtype), weight_NK.to(dtype), numerics=numerics)
-
-    def product(tile_RK: torch.Tensor, part_NK: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        return torch.mm(tile_RK, part_NK.t(), out_dtype=dtype)
-
-    return _in_tiles(x_TK, weight_NK, None, numerics, product)
+    if numerics.is_invariant:
+        return partial_linear(x_TK, weight_NK, numerics=numerics)
+    return torch.mm(x_TK, weight_NK.t(), out_dtype=dtype)
 
 
 def _in_tiles(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics, product: Product
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics
 ) -> torch.Tensor:
-    """Apply ``product`` to tiles of rows, and of columns where their number must not show either."""
+    """The product in tiles of rows, and of columns where their number must not show either."""
     if not numerics.is_invariant:
-        return product(x_TK, weight_NK, bias_N)
+        return F.linear(x_TK, weight_NK, bias_N)
     if x_TK.is_cuda or not numerics.is_tp_invariant:
-        return _in_row_tiles(x_TK, weight_NK, bias_N, numerics.gemm_rows, product)
+        return _in_row_tiles(x_TK, weight_NK, bias_N, numerics.gemm_rows)
     size = numerics.gemm_columns
     outputs = []
     for first in range(0, weight_NK.shape[0], size):
@@ -102,19 +109,19 @@ def _in_tiles(
         if count < size:
             part_NK = F.pad(part_NK, (0, 0, 0, size - count))
             part_N = None if part_N is None else F.pad(part_N, (0, size - count))
-        outputs.append(_in_row_tiles(x_TK, part_NK, part_N, numerics.gemm_rows, product)[:, :count])
+        outputs.append(_in_row_tiles(x_TK, part_NK, part_N, numerics.gemm_rows)[:, :count])
     return torch.cat(outputs, dim=1)
 
 
 def _in_row_tiles(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, num_rows: int, product: Product
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:
-    """Apply ``product`` to tiles of exactly ``num_rows`` rows: the library never sees how many there really are."""
+    """The product in tiles of exactly ``num_rows`` rows: the library never sees how many there really are."""
     total = x_TK.shape[0]
     assert total > 0
     padding = -total % num_rows
     tiles = (F.pad(x_TK, (0, 0, 0, padding)) if padding else x_TK).split(num_rows)
-    outputs = [product(tile_RK, weight_NK, bias_N) for tile_RK in tiles]
+    outputs = [F.linear(tile_RK, weight_NK, bias_N) for tile_RK in tiles]
     out_TN = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_TN[:total]
 

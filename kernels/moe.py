@@ -21,7 +21,7 @@ import torch
 
 from paged.kernels.activation import silu_mul
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.linear import linear, partial_linear
+from paged.kernels.linear import is_canonical, linear, partial_linear
 from paged.kernels.numerics import Numerics, compute_dtype
 
 
@@ -76,11 +76,45 @@ def run_experts(
     assert gate_up_EIN.shape == (num_experts, 2 * inner, hidden), (gate_up_EIN.shape, down_ENI.shape)
     assert weights_TC.shape == experts_TC.shape, (weights_TC.shape, experts_TC.shape)
     assert x_TN.dtype == weights_TC.dtype == gate_up_EIN.dtype == down_ENI.dtype, (x_TN.dtype, weights_TC.dtype)
+    is_wide = group.size > 1 and numerics.reduces_wide
+    dtype = compute_dtype(x_TN.dtype) if is_wide else x_TN.dtype
+    if is_canonical(x_TN, numerics):
+        from paged.kernels import moe_triton
+
+        if group.size == 1:
+            parts = (experts_TC, weights_TC, gate_up_EIN, down_ENI)
+            return moe_triton.run_experts(x_TN, *parts, k_segments=k_segments)
+        weights = (gate_up_EIN, down_ENI, None)
+        made_TCN = moe_triton.products(x_TN, experts_TC, *weights, dtype=dtype, k_segments=k_segments)
+    else:
+        made_TCN = _products(x_TN, experts_TC, gate_up_EIN, down_ENI, dtype, numerics, k_segments)
+    if numerics.k_segments > 1:
+        made_TCN = group.all_reduce(made_TCN).to(x_TN.dtype)
+    made_TCN = made_TCN * weights_TC[:, :, None]
+    total_TN = made_TCN[:, 0]
+    for slot in range(1, num_chosen):
+        total_TN = total_TN + made_TCN[:, slot]
+    if numerics.k_segments > 1:
+        return total_TN
+    return group.all_reduce(total_TN).to(x_TN.dtype)
+
+
+def _products(
+    x_TN: torch.Tensor,
+    experts_TC: torch.Tensor,
+    gate_up_EIN: torch.Tensor,
+    down_ENI: torch.Tensor,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    k_segments: int,
+) -> torch.Tensor:
+    """What each row's experts make of it, [T, C, N] in ``dtype``: the rows' own, or the one that sums are formed in."""
+    num_rows, num_chosen = experts_TC.shape
+    num_experts, hidden = down_ENI.shape[:2]
+    product = linear if dtype == x_TN.dtype else partial_linear
     expert_P = experts_TC.flatten()
     # Pairs of a row and a slot, expert by expert.
     order_P = expert_P.argsort(stable=True)
-    is_wide = group.size > 1 and numerics.reduces_wide
-    product, dtype = (partial_linear, compute_dtype(x_TN.dtype)) if is_wide else (linear, x_TN.dtype)
     made_PN = x_TN.new_empty(num_rows * num_chosen, hidden, dtype=dtype)
     first = 0
     for expert, count in enumerate(expert_P.bincount(minlength=num_experts).tolist()):
@@ -90,12 +124,4 @@ def run_experts(
         first += count
         gate_up_RI = linear(x_TN[pair_R // num_chosen], gate_up_EIN[expert], numerics=numerics)
         made_PN[pair_R] = product(silu_mul(gate_up_RI), down_ENI[expert], numerics=numerics, k_segments=k_segments)
-    if numerics.k_segments > 1:
-        made_PN = group.all_reduce(made_PN).to(x_TN.dtype)
-    made_TCN = made_PN.unflatten(0, (num_rows, num_chosen)) * weights_TC[:, :, None]
-    total_TN = made_TCN[:, 0]
-    for slot in range(1, num_chosen):
-        total_TN = total_TN + made_TCN[:, slot]
-    if numerics.k_segments > 1:
-        return total_TN
-    return group.all_reduce(total_TN).to(x_TN.dtype)
+    return made_PN.unflatten(0, (num_rows, num_chosen))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from paged.kernels.norm import rms_norm
+
 
 def rope_tables(
     num_positions: int, head_dim: int, theta: float, *, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -34,3 +36,31 @@ def apply_rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) 
     first_THD, second_THD = x_THD.chunk(2, dim=-1)
     # Each product is rounded before the sum, so no fused multiply-add may be used here.
     return torch.cat((first_THD * cos_T1D - second_THD * sin_T1D, second_THD * cos_T1D + first_THD * sin_T1D), dim=-1)
+
+
+def norm_rope(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, each head normalized and then rotated; both results are contiguous.
+
+    Args:
+        q_THD: queries; elements of a head adjoin.
+        k_TKD: keys of the same rows.
+        cos_TD: cosines [T, D/2], contiguous; ``sin_TD``: sines.
+        q_weight_D: the weight of the queries' norm; ``None`` together with ``k_weight_D`` for no norm.
+        k_weight_D: the weight of the keys' norm.
+        eps: of the norm.
+    """
+    if q_THD.is_cuda and q_THD.dtype != torch.float64:
+        from paged.kernels import rowwise_triton
+
+        return rowwise_triton.norm_rope(q_THD, k_TKD, cos_TD, sin_TD, q_weight_D, k_weight_D, eps)
+    if q_weight_D is not None and k_weight_D is not None:
+        q_THD, k_TKD = rms_norm(q_THD, q_weight_D, eps), rms_norm(k_TKD, k_weight_D, eps)
+    return apply_rope(q_THD, cos_TD, sin_TD), apply_rope(k_TKD, cos_TD, sin_TD)

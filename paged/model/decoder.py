@@ -134,9 +134,10 @@ class Decoder(nn.Module):
         assert token_ids_T.shape == layout.positions_T.shape, (token_ids_T.shape, layout.positions_T.shape)
         x_TN = self.embedding(token_ids_T)
         cos_TD, sin_TD = self.cos_PD[layout.positions_T], self.sin_PD[layout.positions_T]
+        delta_TN: torch.Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x_TN = layer(x_TN, cos_TD, sin_TD, layout, layer_cache)
-        normed_TN: torch.Tensor = self.norm(x_TN)
+            x_TN, delta_TN = layer(x_TN, delta_TN, cos_TD, sin_TD, layout, layer_cache)
+        normed_TN: torch.Tensor = self.norm.of_sum(x_TN, delta_TN)[1]
         return normed_TN
 
     @torch.no_grad()

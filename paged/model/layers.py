@@ -24,9 +24,9 @@ from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.linear import head_logits, linear
 from paged.kernels.moe import route, run_experts
-from paged.kernels.norm import rms_norm, scale_rows, sum_of_squares
+from paged.kernels.norm import add_rms_norm, rms_norm, scale_rows, sum_of_squares
 from paged.kernels.numerics import Numerics
-from paged.kernels.rope import apply_rope
+from paged.kernels.rope import norm_rope
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -133,6 +133,12 @@ class RMSNorm(nn.Module):
         """The normalized rows, contiguous."""
         return rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x_TN: torch.Tensor, delta_TN: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x + delta`` (``x`` if there is none) and its normalized rows."""
+        if delta_TN is None:
+            return x_TN, self(x_TN)
+        return add_rms_norm(x_TN, delta_TN, self.weight, self.eps)
+
     def tensors(self) -> NamedTensors:
         """The weight, by checkpoint name."""
         yield f"{self.name}.weight", self.weight
@@ -202,13 +208,26 @@ class Attention(nn.Module):
         """Store the rows' keys and values in ``cache``, then attend; [T, hidden]."""
         spec = self.spec
         q, k, v = self.qkv(x_TN).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+        num_rows = x_TN.shape[0]
+        q_weight_D: torch.Tensor | None = None
+        k_weight_D: torch.Tensor | None = None
         if self.qk_norm is not None:
-            q, k = self.qk_norm(q, k)
+            if spec.qk_norm == "head" and spec.clip_qkv is None:
+                # Normed together with the rotation.
+                q_weight_D, k_weight_D = self.qk_norm.q_norm.weight, self.qk_norm.k_norm.weight
+            else:
+                q, k = self.qk_norm(q, k)
         if spec.clip_qkv is not None:
             q, k, v = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q, k, v))
-        num_rows = x_TN.shape[0]
-        q_THD = apply_rope(q.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
-        k_TKD = apply_rope(k.reshape(num_rows, -1, spec.head_dim), cos_TD, sin_TD)
+        q_THD, k_TKD = norm_rope(
+            q.reshape(num_rows, -1, spec.head_dim),
+            k.reshape(num_rows, -1, spec.head_dim),
+            cos_TD,
+            sin_TD,
+            q_weight_D,
+            k_weight_D,
+            spec.rms_norm_eps,
+        )
         store(cache, k_TKD, v.reshape(num_rows, -1, spec.head_dim), layout.cells_T)
         out_THD: torch.Tensor = self.heads(q_THD, cache, layout)
         projected_TN: torch.Tensor = self.output(out_THD.flatten(1))
@@ -293,11 +312,26 @@ class Layer(nn.Module):
         self.mlp = (MoE if spec.num_experts else MLP)(spec, f"{prefix}mlp.", placement)
 
     def forward(
-        self, x_TN: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, layout: BatchLayout, cache: LayerCache
-    ) -> torch.Tensor:
-        """The residual stream after this layer; writes the rows' keys and values into ``cache``."""
-        x_TN = x_TN + self.attention(self.input_norm(x_TN), cos_TD, sin_TD, layout, cache)
-        return x_TN + self.mlp(self.mlp_norm(x_TN))
+        self,
+        x_TN: torch.Tensor,
+        delta_TN: torch.Tensor | None,
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        layout: BatchLayout,
+        cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and what is still to be added to it; writes the rows' keys and values into ``cache``.
+
+        Args:
+            x_TN: the residual stream without the last MLP's result.
+            delta_TN: that result; ``None`` for the first layer.
+            cos_TD: cosines of the rows' positions; ``sin_TD``: sines.
+            layout: positions, slots and bounds of the rows.
+            cache: this layer's.
+        """
+        x_TN, normed_TN = self.input_norm.of_sum(x_TN, delta_TN)
+        x_TN, normed_TN = self.mlp_norm.of_sum(x_TN, self.attention(normed_TN, cos_TD, sin_TD, layout, cache))
+        return x_TN, self.mlp(normed_TN)
 
     def tensors(self) -> NamedTensors:
         """All weights, by checkpoint name."""

@@ -1,0 +1,245 @@
+"""Attention on one card: bits over many ways to batch the same rows, accuracy, then microseconds against floors.
+
+    python benchmarks/attention_h200.py [--configs 512] [--json FILE]
+
+Bits come first and any differing element ends the run. Times are those of CUDA graphs over caches that rotate out of the
+second-level cache; fractions are of the read bandwidth and of the matrix product rate measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.kv_cache import LayerCache, store
+from paged.kernels.numerics import Numerics
+
+INVARIANT = Numerics()
+DEVICE = "cuda"
+DECODES = ((64, 1024), (64, 4096), (256, 1024), (8, 16384), (1, 40960))
+SHAPES = ((32, 8, 128), (16, 8, 128), (4, 4, 64), (4, 2, 64), (8, 2, 64), (8, 1, 128), (16, 2, 64))
+
+
+def graph_us(calls: list[Callable[[], Any]], replays: int = 12) -> tuple[float, float]:
+    """Least and median microseconds of one call, each replay of a CUDA graph making all of them in turn."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return min(times), statistics.median(times)
+
+
+@triton.jit
+def _read_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + first + tl.arange(0, SIZE))))
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of a kernel that only reads."""
+    x = torch.ones(2**30, dtype=torch.int32, device=DEVICE)
+    size = 8192
+    out = torch.empty(x.numel() // size, dtype=torch.int32, device=DEVICE)
+    best, _ = graph_us([lambda: _read_kernel[(x.numel() // size,)](x, out, SIZE=size, num_warps=8)])
+    return x.numel() * 4 / best * 1e6
+
+
+def matmul_rate() -> float:
+    """Operations a second of an 8192 x 8192 x 8192 product in bf16."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    _, median = graph_us([lambda: a @ b] * 4)
+    return 2 * 8192**3 / median * 1e6
+
+
+class Texts:
+    """Queries, keys and values of some texts; cancelling data, so that another order of sums shows in the bits."""
+
+    def __init__(self, lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> None:
+        self.lengths, self.shape, self.dtype = lengths, shape, dtype
+        self.heads, self.kv_heads, self.head_dim = shape
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+
+        def draw(length: int, heads: int, spread: float) -> torch.Tensor:
+            size = torch.exp2(spread * torch.randn(length, heads, 1, generator=generator, device=DEVICE))
+            return (size * torch.randn(length, heads, self.head_dim, generator=generator, device=DEVICE)).to(dtype)
+
+        self.q = [draw(length, self.heads, 0.7) for length in lengths]
+        self.k = [draw(length, self.kv_heads, 0.5) for length in lengths]
+        self.v = [draw(length, self.kv_heads, 3.0) for length in lengths]
+
+    def paged(self, block_size: int, seed: int) -> tuple[LayerCache, np.ndarray]:
+        """A cache with the texts at random blocks, NaN in all others, and the table of blocks."""
+        needed = [-(-length // block_size) for length in self.lengths]
+        num_blocks = sum(needed) + 7
+        shape = (num_blocks, block_size, self.kv_heads, self.head_dim)
+        cache = LayerCache(*(torch.full(shape, float("nan"), dtype=self.dtype, device=DEVICE) for _ in range(2)))
+        blocks = np.random.default_rng(seed).permutation(num_blocks)
+        tables = np.full((len(needed), max(needed) + 2), 2**30, dtype=np.int32)
+        for i, count in enumerate(needed):
+            tables[i, :count], blocks = blocks[:count], blocks[count:]
+        layout = BatchLayout.build([0] * len(needed), self.lengths, tables, block_size, DEVICE)
+        store(cache, torch.cat(self.k), torch.cat(self.v), layout.cells_T)
+        return cache, tables
+
+    def attend(self, cache: LayerCache, tables: np.ndarray, chunks: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        which, starts, lengths = zip(*chunks, strict=True)
+        layout = BatchLayout.build(starts, lengths, tables[list(which)], cache.block_size, DEVICE)
+        q = torch.cat([self.q[i][start : start + length] for i, start, length in chunks])
+        out = attention(q, cache, layout, scale=self.head_dim**-0.5, numerics=INVARIANT)
+        return list(out.split(lengths))
+
+
+def compare_bits(num_configs: int) -> tuple[int, int]:
+    """Rows of texts come whole first, then in ``num_configs`` other ways; (elements compared, elements that differ)."""
+    rng = np.random.default_rng(0)
+    lengths = [1, 17, 63, 64, 65, 200, 255, 256, 257, 511, 513, 900, 1500, 2100]
+    compared = differing = done = 0
+    while done < num_configs:
+        shape = SHAPES[done // 32 % len(SHAPES)]
+        dtype = (torch.bfloat16, torch.float16)[done // 16 % 2]
+        texts = Texts(lengths, shape, dtype, done)
+        cache, tables = texts.paged(16, done)
+        whole = [texts.attend(cache, tables, [(i, 0, length)])[0] for i, length in enumerate(lengths)]
+        for _ in range(16):
+            if rng.random() < 0.7:
+                cache, tables = texts.paged(int(rng.choice([16, 32, 64, 7])), int(rng.integers(1 << 30)))
+            chunks = []
+            decode_share = rng.choice([0.0, 0.5, 1.0])
+            for i in rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)]:
+                start = int(rng.integers(0, lengths[i]))
+                length = 1 if rng.random() < decode_share else int(rng.integers(1, lengths[i] - start + 1))
+                chunks.append((int(i), start, length))
+            for (i, start, length), out in zip(chunks, texts.attend(cache, tables, chunks), strict=True):
+                expected = whole[i][start : start + length]
+                assert expected.isfinite().all()
+                compared += out.numel()
+                differing += int((out.view(torch.int16) != expected.view(torch.int16)).sum())
+            done += 1
+        # Every row of one text as a decode equals the rows of the text in one chunk.
+        decoded = torch.cat(texts.attend(cache, tables, [(11, position, 1) for position in range(lengths[11])]))
+        compared += decoded.numel()
+        differing += int((decoded.view(torch.int16) != whole[11].view(torch.int16)).sum())
+    return compared, differing
+
+
+def compare_accuracy() -> list[dict[str, Any]]:
+    """Relative error against fp64 of ours and of PyTorch's SDPA on the same numbers."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16):
+        texts = Texts([2048], (32, 8, 128), dtype, 5)
+        q, k, v = texts.q[0], texts.k[0], texts.v[0]
+        wide = [x.double().transpose(0, 1)[None] for x in (q, k, v)]
+        exact = F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        theirs = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        cache, tables = texts.paged(16, 0)
+        ours = texts.attend(cache, tables, [(0, 0, 2048)])[0]
+        errors = [float((x.double() - exact).norm() / exact.norm()) for x in (ours, theirs)]
+        rows.append({"dtype": str(dtype), "ours": errors[0], "sdpa": errors[1]})
+    return rows
+
+
+def filled_cache(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> LayerCache:
+    """A cache of random numbers."""
+    shape = (num_blocks, block_size, kv_heads, head_dim)
+    return LayerCache(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)))
+
+
+def time_decode(batch: int, context: int, bandwidth: float, *, with_sdpa: bool = True) -> dict[str, Any]:
+    """Microseconds of decoding ``batch`` rows at ``context`` keys, Qwen3-8B's heads, block 16, random blocks."""
+    heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
+    blocks = batch * context // block_size
+    size_bytes = 2 * blocks * block_size * kv_heads * head_dim * 2
+    caches = [filled_cache(blocks, block_size, kv_heads, head_dim) for _ in range(max(2, int(5e8 / size_bytes)))]
+    tables = np.random.default_rng(0).permutation(blocks).reshape(batch, -1).astype(np.int32)
+    layout = BatchLayout.build([context - 1] * batch, [1] * batch, tables, block_size, DEVICE)
+    q = torch.randn(batch, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    calls = [
+        lambda cache=cache: attention(q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT) for cache in caches
+    ] * 2
+    best, median = graph_us(calls)
+    row = {"shape": f"{batch} x {context}", "us": median, "best_us": best, "floor_us": size_bytes / bandwidth * 1e6}
+    row["fraction"] = row["floor_us"] / median
+    if with_sdpa:
+        # Contiguous keys; the heads that share a kv head stand where a single row leaves the query dimension free.
+        q_BKGD = q.view(batch, kv_heads, -1, head_dim)
+        dense = [c.key.view(batch, context, kv_heads, head_dim).transpose(1, 2).contiguous() for c in caches]
+        row["sdpa_us"] = graph_us([lambda k=k: F.scaled_dot_product_attention(q_BKGD, k, k) for k in dense])[1]
+    return row
+
+
+def time_prefill(tokens: int, rate: float) -> dict[str, Any]:
+    """Microseconds of one prompt of ``tokens``, Qwen3-8B's heads."""
+    heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
+    cache = filled_cache(tokens // block_size, block_size, kv_heads, head_dim)
+    tables = np.random.default_rng(0).permutation(tokens // block_size)[None].astype(np.int32)
+    layout = BatchLayout.build([0], [tokens], tables, block_size, DEVICE)
+    q = torch.randn(tokens, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    _, median = graph_us([lambda: attention(q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT)])
+    flops = 2 * tokens * tokens * heads * head_dim
+    dense = [torch.randn(1, n, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE) for n in (heads, kv_heads, kv_heads)]
+    _, sdpa = graph_us([lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)])
+    return {
+        "tokens": tokens,
+        "us": median,
+        "tflops": flops / median / 1e6,
+        "fraction": flops / median * 1e6 / rate,
+        "sdpa_us": sdpa,
+    }
+
+
+def main() -> None:
+    """Run all parts; a difference of bits ends the run with status 1."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--configs", type=int, default=512)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    report["accuracy"] = compare_accuracy()
+    print(f"accuracy {report['accuracy']}")
+    compared, differing = compare_bits(arguments.configs)
+    report["bits"] = {"configs": arguments.configs, "elements": compared, "differing": differing}
+    print(f"bits: {arguments.configs} configurations, {compared} elements, {differing} differ")
+    bandwidth, rate = read_bandwidth(), matmul_rate()
+    report["read_bytes_per_s"], report["matmul_flops_per_s"] = bandwidth, rate
+    print(f"read {bandwidth / 1e12:.2f} TB/s, matrix product {rate / 1e12:.0f} TFLOP/s")
+    report["prefill"] = []
+    for tokens in (1024, 8192):
+        report["prefill"].append(time_prefill(tokens, rate))
+        print(report["prefill"][-1])
+    report["decode"] = []
+    for batch, context in DECODES:
+        report["decode"].append(time_decode(batch, context, bandwidth))
+        print(report["decode"][-1])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+    sys.exit(1 if differing else 0)
+
+
+if __name__ == "__main__":
+    main()

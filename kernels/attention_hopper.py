@@ -1,0 +1,305 @@
+"""Paged attention of chunks on Hopper: the Triton kernel's contract with one loading and two computing warp groups.
+
+Contract: what ``paged.kernels.attention_triton`` says, to the bit; the decode kernel there and this one may take rows of
+one sequence. A program is 128 rows (positions times the query heads that share a kv head). One warp group gathers tiles
+of keys and values from the paged cache, two multiply 64 rows each: while the values of a tile are being multiplied, the
+weights of the next one are formed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from paged.kernels.kv_cache import LayerCache
+from paged.kernels.numerics import Numerics
+
+if TYPE_CHECKING:
+    from paged.kernels.attention import BatchLayout
+
+ROWS = 128
+STAGES = 4
+COMPUTE_REGISTERS = 224
+LOAD_REGISTERS = 64
+
+
+def suits_hopper(q_THD: torch.Tensor, cache: LayerCache, numerics: Numerics) -> bool:
+    """Whether the kernel takes such queries and such a cache on their device."""
+    return (
+        q_THD.is_cuda
+        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        and cache.key.dtype == q_THD.dtype
+        and cache.head_dim in (64, 128)
+        and numerics.kv_tile == 64
+    )
+
+
+def chunk_attention_hopper(
+    q_THD: torch.Tensor,
+    cache: LayerCache,
+    layout: BatchLayout,
+    out_THD: torch.Tensor,
+    *,
+    factor: float,
+    numerics: Numerics,
+) -> None:
+    """Write attention of the sequences with several rows to their rows of ``out_THD``; ``factor`` is scale * log2(e)."""
+    from paged.kernels.attention_triton import chunk_tiles
+
+    num_shared = q_THD.shape[1] // cache.num_kv_heads
+    padded = triton.next_power_of_2(num_shared)
+    tiles_N4 = chunk_tiles(layout, ROWS // padded)
+    _kernel[(tiles_N4.shape[0] * cache.num_kv_heads,)](
+        q_THD,
+        cache.key,
+        cache.value,
+        layout.block_tables_BN,
+        tiles_N4,
+        out_THD,
+        layout.block_tables_BN.stride(0),
+        factor,
+        NUM_KV_HEADS=cache.num_kv_heads,
+        NUM_SHARED=num_shared,
+        PADDED=padded,
+        HEAD_DIM=cache.head_dim,
+        BLOCK_SIZE=cache.block_size,
+        TILE=numerics.kv_tile,
+        SPLIT_TILES=numerics.kv_split // numerics.kv_tile,
+        STAGES=STAGES,
+        COMPUTE_REGISTERS=COMPUTE_REGISTERS,
+        LOAD_REGISTERS=LOAD_REGISTERS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@gluon.jit
+def _load(
+    key_ptr, value_ptr, table_ptr, head, num_keys, keys, values, keys_ready, values_ready, keys_free, values_free,
+    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the tiles of keys and values in order into the ring of stages."""
+    LANES: gl.constexpr = HEAD_DIM // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    place_P = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    dim_D = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    # What lies beyond the end is the last key again: stale memory, which may be NaN, is not read.
+    key_P = gl.minimum(place_P, num_keys - 1)
+    block_P = gl.load(table_ptr + key_P // BLOCK_SIZE)
+    for tile in range(gl.cdiv(num_keys, TILE)):
+        stage = tile % STAGES
+        parity = (tile // STAGES & 1) ^ 1
+        cell_P = block_P.to(gl.int64) * BLOCK_SIZE + key_P % BLOCK_SIZE
+        offset_PD = ((cell_P * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + dim_D[None]
+        key_P = gl.minimum((tile + 1) * TILE + place_P, num_keys - 1)
+        block_P = gl.load(table_ptr + key_P // BLOCK_SIZE)
+        mbarrier.wait(keys_free.index(stage), parity)
+        async_copy.async_copy_global_to_shared(keys.index(stage), key_ptr + offset_PD)
+        async_copy.mbarrier_arrive(keys_ready.index(stage), increment_count=False)
+        mbarrier.wait(values_free.index(stage), parity)
+        async_copy.async_copy_global_to_shared(values.index(stage), value_ptr + offset_PD)
+        async_copy.mbarrier_arrive(values_ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _fold(
+    top_R, total_RW, sum_RD, top2_R, total2_RW, sum2_RD, factor, ROWS_OF_SUM: gl.constexpr, ROWS_OF_TOTAL: gl.constexpr
+):
+    """Fold the split to the right (2) into what lies to its left; into nothing, it is taken as it is."""
+    new_R = gl.maximum(top_R, top2_R)
+    base_R = new_R * factor
+    base_R = gl.where(new_R == float("-inf"), 0.0, base_R)
+    left_R = gl.exp2(top_R * factor - base_R)
+    right_R = gl.exp2(top2_R * factor - base_R)
+    left_D, right_D = gl.convert_layout(left_R, ROWS_OF_SUM), gl.convert_layout(right_R, ROWS_OF_SUM)
+    left_W, right_W = gl.convert_layout(left_R, ROWS_OF_TOTAL), gl.convert_layout(right_R, ROWS_OF_TOTAL)
+    total_RW = total_RW * left_W[:, None] + total2_RW * right_W[:, None]
+    sum_RD = sum_RD * left_D[:, None] + sum2_RD * right_D[:, None]
+    return new_R, total_RW, sum_RD
+
+
+@gluon.jit
+def _hide(score_RP, tile, last_R, position, SCORE: gl.constexpr, TILE: gl.constexpr):
+    """Scores of the tile with the keys beyond a row's position taken out; only the last tiles have such keys."""
+    if (tile + 1) * TILE > position + 1:
+        key_P = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, SCORE))
+        score_RP = gl.where(key_P[None] <= last_R[:, None], score_RP, float("-inf"))
+    return score_RP
+
+
+@gluon.jit
+def _compute(
+    group, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
+    position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT_TILES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Attention of rows 64 * group to 64 * group + 63 of the program."""
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    WEIGHT_OF_TOTAL: gl.constexpr = gl.DotOperandLayout(0, TOTAL, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
+    ROW_OF_SUM: gl.constexpr = gl.SliceLayout(1, SUM)
+    ROW_OF_TOTAL: gl.constexpr = gl.SliceLayout(1, TOTAL)
+    dtype: gl.constexpr = q.dtype
+    num_tiles = gl.cdiv(position + num_positions, TILE)
+    last_R = position + gl.minimum((group * 64 + gl.arange(0, 64, ROW)) // PADDED, num_positions - 1)
+    queries = q.index(group)
+    ones_PW = ones.permute((1, 0))
+    zero_RP = gl.zeros([64, TILE], gl.float32, SCORE)
+    # The fold of all splits before the one in progress, and that one's sums.
+    all_top_R = gl.full([64], float("-inf"), gl.float32, ROW)
+    all_total_RW = gl.zeros([64, 8], gl.float32, TOTAL)
+    all_sum_RD = gl.zeros([64, HEAD_DIM], gl.float32, SUM)
+    total_RW = gl.zeros([64, 8], gl.float32, TOTAL)
+    sum_RD = gl.zeros([64, HEAD_DIM], gl.float32, SUM)
+
+    mbarrier.wait(keys_ready.index(0), 0)
+    fence_async_shared()
+    score_RP = warpgroup_mma(queries, keys.index(0).permute((1, 0)), zero_RP, use_acc=False)
+    mbarrier.arrive(keys_free.index(0), count=1)
+    score_RP = _hide(score_RP, 0, last_R, position, SCORE, TILE)
+    top_R = gl.max(score_RP, 1)
+    weight_RP = gl.exp2(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -(top_R * factor)[:, None])).to(dtype)
+    mbarrier.wait(values_ready.index(0), 0)
+    for tile in range(1, num_tiles):
+        stage = tile % STAGES
+        before = (tile - 1) % STAGES
+        mbarrier.wait(keys_ready.index(stage), tile // STAGES & 1)
+        fence_async_shared()
+        next_RP = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zero_RP, use_acc=False, is_async=True)
+        total_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW, is_async=True)
+        sum_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(before), sum_RD, is_async=True)
+        score_RP = warpgroup_mma_wait(2, [next_RP])
+        mbarrier.arrive(keys_free.index(stage), count=1)
+        score_RP = _hide(score_RP, tile, last_R, position, SCORE, TILE)
+        starts_split = tile % SPLIT_TILES == 0
+        new_R = gl.max(score_RP, 1)
+        if not starts_split:
+            new_R = gl.maximum(top_R, new_R)
+        base_R = gl.where(new_R == float("-inf"), 0.0, new_R) * factor
+        decay_R = gl.exp2(top_R * factor - base_R)
+        wide_RP = gl.exp2(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None]))
+        # The barrier is for the next pass; here its branch keeps the compiler from forming the weights after the wait for
+        # the products, which they are to run beside.
+        mbarrier.wait(values_ready.index(stage), tile // STAGES & 1)
+        total_RW, sum_RD, wide_RP = warpgroup_mma_wait(0, [total_token, sum_token, wide_RP])
+        weight_RP = wide_RP.to(dtype)
+        mbarrier.arrive(values_free.index(before), count=1)
+        if starts_split:
+            all_top_R, all_total_RW, all_sum_RD = _fold(
+                all_top_R, all_total_RW, all_sum_RD, top_R, total_RW, sum_RD, factor, ROW_OF_SUM, ROW_OF_TOTAL
+            )
+            total_RW = gl.zeros([64, 8], gl.float32, TOTAL)
+            sum_RD = gl.zeros([64, HEAD_DIM], gl.float32, SUM)
+        else:
+            total_RW = total_RW * gl.convert_layout(decay_R, ROW_OF_TOTAL)[:, None]
+            sum_RD = sum_RD * gl.convert_layout(decay_R, ROW_OF_SUM)[:, None]
+        top_R = new_R
+    last = (num_tiles - 1) % STAGES
+    fence_async_shared()
+    total_RW = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW)
+    sum_RD = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(last), sum_RD)
+    all_top_R, all_total_RW, all_sum_RD = _fold(
+        all_top_R, all_total_RW, all_sum_RD, top_R, total_RW, sum_RD, factor, ROW_OF_SUM, ROW_OF_TOTAL
+    )
+    # All columns of the total are alike.
+    total_R = gl.convert_layout(gl.max(all_total_RW, 1), ROW_OF_SUM)
+    place_R = group * 64 + gl.arange(0, 64, ROW_OF_SUM)
+    dim_D = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))
+    shared_R = place_R % PADDED
+    exists_R = (place_R // PADDED < num_positions) & (shared_R < NUM_SHARED)
+    row_R = (first_row + place_R // PADDED).to(gl.int64) * (NUM_KV_HEADS * NUM_SHARED) + head * NUM_SHARED + shared_R
+    out_RD = (all_sum_RD / total_R[:, None]).to(dtype)
+    gl.store(out_ptr + (row_R * HEAD_DIM)[:, None] + dim_D[None], out_RD, exists_R[:, None])
+
+
+@gluon.jit
+def _kernel(
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    tables_ptr,
+    tiles_ptr,
+    out_ptr,
+    table_stride,
+    factor,
+    NUM_KV_HEADS: gl.constexpr,
+    NUM_SHARED: gl.constexpr,
+    PADDED: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr,
+    SPLIT_TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
+):
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    number = gl.program_id(0) // NUM_KV_HEADS
+    head = gl.program_id(0) % NUM_KV_HEADS
+    sequence = gl.load(tiles_ptr + number * 4)
+    first_row = gl.load(tiles_ptr + number * 4 + 1)
+    num_positions = gl.load(tiles_ptr + number * 4 + 2)
+    position = gl.load(tiles_ptr + number * 4 + 3)
+    table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
+
+    LANES: gl.constexpr = HEAD_DIM // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    q = gl.allocate_shared_memory(dtype, [2, 64, HEAD_DIM], shared)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
+    values = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
+    ones = gl.allocate_shared_memory(dtype, [8, TILE], shared)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # Every thread of the loading group arrives when its copies have; each computing group arrives once.
+        mbarrier.init(keys_ready.index(stage), count=128)
+        mbarrier.init(values_ready.index(stage), count=128)
+        mbarrier.init(keys_free.index(stage), count=2)
+        mbarrier.init(values_free.index(stage), count=2)
+    ones.store(gl.full([8, TILE], 1.0, dtype, layout))
+    # Row r of the program is position r // PADDED and head r % PADDED of those that share the kv head.
+    for group in gl.static_range(2):
+        place_R = group * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        dim_D = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+        shared_R = place_R % PADDED
+        exists_R = (place_R // PADDED < num_positions) & (shared_R < NUM_SHARED)
+        row_R = (
+            (first_row + place_R // PADDED).to(gl.int64) * (NUM_KV_HEADS * NUM_SHARED) + head * NUM_SHARED + shared_R
+        )
+        q_RD = gl.load(q_ptr + (row_R * HEAD_DIM)[:, None] + dim_D[None], exists_R[:, None], 0.0)
+        q.index(group).store(q_RD)
+    fence_async_shared()
+    num_keys = position + num_positions
+    gl.warp_specialize(
+        [
+            (_compute, (0, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
+                        out_ptr, first_row, num_positions, position, head, factor,
+                        NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
+            (_compute, (1, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
+                        out_ptr, first_row, num_positions, position, head, factor,
+                        NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
+            (_load, (key_ptr, value_ptr, table_ptr, head, num_keys, keys, values,
+                     keys_ready, values_ready, keys_free, values_free,
+                     NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, STAGES)),
+        ],
+        [4, 4],
+        [COMPUTE_REGISTERS, LOAD_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Storing a step's keys and values in the paged cache on a card: one program a row, both tensors in one launch.
+
+Contract: what ``paged.kernels.kv_cache.store`` says, for caches without scales. A copy with at most one rounding, so
+nothing but the row itself reaches what is written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from paged.kernels.kv_cache import LayerCache
+
+
+def store_triton(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, cell_T: torch.Tensor) -> None:
+    """Write row t of keys and values to cell ``cell_T[t]`` (int64, distinct); rows may be apart, their elements adjoin.
+
+    Raises:
+        AssertionError: on an fp8 cache, or rows whose elements do not adjoin.
+    """
+    assert cache.key_scale is None, "fp8 needs scales, which this kernel does not make"
+    width = cache.num_kv_heads * cache.head_dim
+    assert key_TKD.stride()[1:] == value_TKD.stride()[1:] == (cache.head_dim, 1), (key_TKD.stride(), value_TKD.stride())
+    if cell_T.shape[0] == 0:
+        return
+    _store_kernel[(cell_T.shape[0],)](
+        key_TKD,
+        value_TKD,
+        cell_T,
+        cache.key,
+        cache.value,
+        key_TKD.stride(0),
+        value_TKD.stride(0),
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=max(1, min(8, width // 256)),
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _store_kernel(
+    key_ptr,
+    value_ptr,
+    cell_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    key_stride,
+    value_stride,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cell = tl.load(cell_ptr + row)
+    column_W = tl.arange(0, PADDED)
+    exists_W = column_W < WIDTH
+    key_W = tl.load(key_ptr + row * key_stride + column_W, exists_W)
+    value_W = tl.load(value_ptr + row * value_stride + column_W, exists_W)
+    tl.store(key_cache_ptr + cell * WIDTH + column_W, key_W.to(key_cache_ptr.dtype.element_ty), exists_W)
+    tl.store(value_cache_ptr + cell * WIDTH + column_W, value_W.to(value_cache_ptr.dtype.element_ty), exists_W)

@@ -1,0 +1,286 @@
+"""Kernels that work row by row on a CUDA device: norm, residual sum and norm, norm and rotation of heads, gated SiLU.
+
+Contract: those of ``paged.kernels.norm``, ``rope`` and ``activation``, with their rounding points; sums in fp32. A row
+is one program's (of ``norm_rope``, a token's eight heads), whose block and warps hang on the row's width alone, so its
+bits know no neighbours and no batch. For bf16, fp16 and fp32.
+"""
+
+# ruff: noqa: N803, N806 - constants of a kernel are in capitals
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from paged.kernels.gemm_dispatch import empty_rows
+from paged.kernels.launch import is_dependent, options
+
+_HEADS_PER_PROGRAM = 8
+_SILU_BLOCK = 1024
+
+
+def rms_norm(x_N: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
+    """As ``paged.kernels.norm.rms_norm``, for ``x`` [..., N] of up to two leading dimensions."""
+    return _norm(x_N, None, weight_N, eps)[1]
+
+
+def add_rms_norm(
+    x_TN: torch.Tensor, delta_TN: torch.Tensor, weight_N: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``paged.kernels.norm.add_rms_norm``."""
+    assert x_TN.shape == delta_TN.shape and x_TN.dim() == 2, (x_TN.shape, delta_TN.shape)  # noqa: PT018
+    assert x_TN.dtype == delta_TN.dtype, (x_TN.dtype, delta_TN.dtype)
+    assert delta_TN.stride(1) == 1, delta_TN.stride()
+    return _norm(x_TN, delta_TN, weight_N, eps)
+
+
+def _norm(
+    x_N: torch.Tensor, delta_N: torch.Tensor | None, weight_N: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width = x_N.shape[-1]
+    assert x_N.dim() in (1, 2, 3), x_N.shape
+    assert x_N.stride(-1) == 1, x_N.stride()
+    assert weight_N.shape == (width,), (weight_N.shape, x_N.shape)
+    assert weight_N.dtype == x_N.dtype, (weight_N.dtype, x_N.dtype)
+    assert weight_N.is_contiguous(), weight_N.stride()
+    x_THN = x_N.view(1, 1, width) if x_N.dim() == 1 else x_N if x_N.dim() == 3 else x_N[:, None]
+    num_rows, num_heads = x_THN.shape[:2]
+    out_THN = empty_rows(num_rows, x_THN.shape[1:], x_N)
+    sum_THN = out_THN if delta_N is None else torch.empty(x_THN.shape, dtype=x_N.dtype, device=x_N.device)
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(num_rows * num_heads,)](
+        x_THN,
+        delta_N,
+        weight_N,
+        sum_THN,
+        out_THN,
+        num_heads,
+        x_THN.stride(0),
+        x_THN.stride(1),
+        0 if delta_N is None else delta_N.stride(0),
+        width,
+        eps,
+        BLOCK=block,
+        IS_DEPENDENT=is_dependent(x_N),
+        num_warps=_num_warps(block),
+        **options(x_N),
+    )
+    return sum_THN.view(x_N.shape), out_THN.view(x_N.shape)
+
+
+def sums_of_squares(x_TN: torch.Tensor, k_segments: int) -> torch.Tensor:
+    """Sums [T, S], fp32, of the squares of each of the S equal parts of rows [T, N]; see ``norm.sum_of_squares``.
+
+    A part's sum hangs on the part alone, so ranks that hold some of a row's parts form the same sums.
+    """
+    num_rows, width = x_TN.shape
+    assert width % k_segments == 0, (width, k_segments)
+    assert x_TN.stride(1) == 1, x_TN.stride()
+    sums_TS = torch.empty(num_rows, k_segments, dtype=torch.float32, device=x_TN.device)
+    block = triton.next_power_of_2(width // k_segments)
+    _sum_of_squares_kernel[(num_rows, k_segments)](
+        x_TN,
+        sums_TS,
+        x_TN.stride(0),
+        width // k_segments,
+        BLOCK=block,
+        IS_DEPENDENT=is_dependent(x_TN),
+        num_warps=_num_warps(block),
+        **options(x_TN),
+    )
+    return sums_TS
+
+
+def norm_rope(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``paged.kernels.rope.norm_rope``."""
+    num_rows, num_heads, head_dim = q_THD.shape
+    num_kv_heads = k_TKD.shape[1]
+    assert k_TKD.shape[::2] == (num_rows, head_dim), (q_THD.shape, k_TKD.shape)
+    assert cos_TD.shape == sin_TD.shape == (num_rows, head_dim // 2), (cos_TD.shape, sin_TD.shape)
+    assert head_dim % 2 == 0, head_dim
+    assert (q_weight_D is None) == (k_weight_D is None)
+    same = [tensor for tensor in (k_TKD, cos_TD, sin_TD, q_weight_D, k_weight_D) if tensor is not None]
+    assert all(tensor.dtype == q_THD.dtype for tensor in same), [tensor.dtype for tensor in same]
+    assert q_THD.stride(2) == k_TKD.stride(2) == 1, (q_THD.stride(), k_TKD.stride())
+    assert cos_TD.is_contiguous() and sin_TD.is_contiguous()  # noqa: PT018
+    q_out_THD, k_out_TKD = q_THD.new_empty(q_THD.shape), k_TKD.new_empty(k_TKD.shape)
+    _norm_rope_kernel[(num_rows, triton.cdiv(num_heads + num_kv_heads, _HEADS_PER_PROGRAM))](
+        q_THD,
+        k_TKD,
+        cos_TD,
+        sin_TD,
+        q_weight_D,
+        k_weight_D,
+        q_out_THD,
+        k_out_TKD,
+        num_heads,
+        num_kv_heads,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        k_TKD.stride(0),
+        k_TKD.stride(1),
+        eps,
+        HALF=head_dim // 2,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        HEADS=_HEADS_PER_PROGRAM,
+        IS_DEPENDENT=is_dependent(q_THD),
+        num_warps=4,
+        **options(q_THD),
+    )
+    return q_out_THD, k_out_TKD
+
+
+def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
+    """As ``paged.kernels.activation.silu_mul``."""
+    num_rows, width = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    assert gate_up_TI.shape[1] % 2 == 0, gate_up_TI.shape
+    assert gate_up_TI.stride(1) == 1, gate_up_TI.stride()
+    out_TI = empty_rows(num_rows, (width,), gate_up_TI)
+    _silu_mul_kernel[(num_rows, triton.cdiv(width, _SILU_BLOCK))](
+        gate_up_TI,
+        out_TI,
+        gate_up_TI.stride(0),
+        width,
+        BLOCK=_SILU_BLOCK,
+        IS_DEPENDENT=is_dependent(gate_up_TI),
+        num_warps=4,
+        **options(gate_up_TI),
+    )
+    return out_TI
+
+
+def _num_warps(block: int) -> int:
+    """Warps of a program that sums so many numbers; a part of the order of summation."""
+    return max(1, min(8, block // 256))
+
+
+@triton.jit
+def _sum_of_squares_kernel(x_pointer, sum_pointer, row_stride, width, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """One part of one row."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns_B = tl.arange(0, BLOCK)
+    x_start = x_pointer + row * row_stride + part * width
+    x_B = tl.load(x_start + columns_B, mask=columns_B < width, other=0.0).to(tl.float32)
+    tl.store(sum_pointer + row * tl.num_programs(1) + part, tl.sum(x_B * x_B, 0))
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_pointer,
+    delta_pointer,
+    weight_pointer,
+    sum_pointer,
+    out_pointer,
+    num_heads,
+    row_stride,
+    head_stride,
+    delta_stride,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Normalize one row, after adding the row of ``delta`` if there is one."""
+    columns_B = tl.arange(0, BLOCK)
+    mask_B = columns_B < width
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    weight_B = tl.load(weight_pointer + columns_B, mask=mask_B, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    x_start = row // num_heads * row_stride + row % num_heads * head_stride
+    x_B = tl.load(x_pointer + x_start + columns_B, mask=mask_B, other=0.0)
+    dtype = out_pointer.dtype.element_ty
+    if delta_pointer is not None:
+        delta_B = tl.load(delta_pointer + row * delta_stride + columns_B, mask=mask_B, other=0.0)
+        x_B = (x_B.to(tl.float32) + delta_B.to(tl.float32)).to(dtype)
+        tl.store(sum_pointer + row * width + columns_B, x_B, mask=mask_B)
+    wide_B = x_B.to(tl.float32)
+    mean = tl.sum(wide_B * wide_B, 0) / width
+    normed_B = (wide_B * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
+    tl.store(out_pointer + row * width + columns_B, (weight_B * normed_B).to(dtype), mask=mask_B)
+
+
+@triton.jit
+def _norm_rope_kernel(
+    q_pointer,
+    k_pointer,
+    cos_pointer,
+    sin_pointer,
+    q_weight_pointer,
+    k_weight_pointer,
+    q_out_pointer,
+    k_out_pointer,
+    num_heads,
+    num_kv_heads,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    eps,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Some heads of one token: the query's first, then the keys'."""
+    row = tl.program_id(0).to(tl.int64)
+    head_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    half_B = tl.arange(0, BLOCK)
+    is_q_H = head_H < num_heads
+    kv_head_H = head_H - num_heads
+    mask_HB = (head_H < num_heads + num_kv_heads)[:, None] & (half_B < HALF)[None, :]
+    dtype = q_out_pointer.dtype.element_ty
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    q_H = q_pointer + row * q_row_stride + head_H * q_head_stride
+    k_H = k_pointer + row * k_row_stride + kv_head_H * k_head_stride
+    x_HB = tl.where(is_q_H, q_H, k_H)[:, None] + half_B[None, :]
+    first_HB = tl.load(x_HB, mask=mask_HB, other=0.0).to(tl.float32)
+    second_HB = tl.load(x_HB + HALF, mask=mask_HB, other=0.0).to(tl.float32)
+    if q_weight_pointer is not None:
+        weight_HB = tl.where(is_q_H, q_weight_pointer, k_weight_pointer)[:, None] + half_B[None, :]
+        squares_HB = first_HB * first_HB + second_HB * second_HB
+        scale_H1 = tl.rsqrt(tl.sum(squares_HB, 1) / (2 * HALF) + eps)[:, None]
+        first_weight_HB = tl.load(weight_HB, mask=mask_HB, other=0.0).to(tl.float32)
+        second_weight_HB = tl.load(weight_HB + HALF, mask=mask_HB, other=0.0).to(tl.float32)
+        first_HB = (first_weight_HB * (first_HB * scale_H1).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        second_HB = (second_weight_HB * (second_HB * scale_H1).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    cos_1B = tl.load(cos_pointer + row * HALF + half_B, mask=half_B < HALF, other=0.0).to(tl.float32)[None, :]
+    sin_1B = tl.load(sin_pointer + row * HALF + half_B, mask=half_B < HALF, other=0.0).to(tl.float32)[None, :]
+    # Each product is rounded before the sum.
+    turned_HB = (first_HB * cos_1B).to(dtype).to(tl.float32) - (second_HB * sin_1B).to(dtype).to(tl.float32)
+    turned_second_HB = (second_HB * cos_1B).to(dtype).to(tl.float32) + (first_HB * sin_1B).to(dtype).to(tl.float32)
+    q_out_H = q_out_pointer + (row * num_heads + head_H) * (2 * HALF)
+    k_out_H = k_out_pointer + (row * num_kv_heads + kv_head_H) * (2 * HALF)
+    out_HB = tl.where(is_q_H, q_out_H, k_out_H)[:, None] + half_B[None, :]
+    tl.store(out_HB, turned_HB.to(dtype), mask=mask_HB)
+    tl.store(out_HB + HALF, turned_second_HB.to(dtype), mask=mask_HB)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_pointer, out_pointer, row_stride, width, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    """A part of one row."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask_B = columns_B < width
+    gate_B = tl.load(gate_up_pointer + row * row_stride + columns_B, mask=mask_B, other=0.0).to(tl.float32)
+    up_B = tl.load(gate_up_pointer + row * row_stride + width + columns_B, mask=mask_B, other=0.0).to(tl.float32)
+    dtype = out_pointer.dtype.element_ty
+    silu_B = tl.div_rn(gate_B, 1.0 + tl.exp(-gate_B)).to(dtype).to(tl.float32)
+    tl.store(out_pointer + row * width + columns_B, (silu_B * up_B).to(dtype), mask=mask_B)
