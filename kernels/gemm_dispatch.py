@@ -2,13 +2,15 @@
 
 Contract: that of ``paged.kernels.gemm``, to the bit. The library makes a product only of a size for which the gate has
 shown the same bits; every other product is our own kernel's. ``prepare`` asks the gate; without it all are our own.
+``recorded`` tells which products a model makes, so that nobody has to list them.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,19 @@ _LOG = logging.getLogger(__name__)
 
 # For each device, dtype and product the gated numbers of rows, ascending, and whether the library makes them.
 _choices: dict[tuple[torch.device, torch.dtype, Product], tuple[list[int], list[bool]]] = {}
+
+_recorded: list[Product] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[Product]]:
+    """Collects the products that are made meanwhile and that ``prepare`` can ask about, in order, with repetitions."""
+    global _recorded
+    _recorded = []
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
 
 
 def prepare(products: Iterable[Product], dtype: torch.dtype, device: torch.device, max_rows: int) -> None:
@@ -63,6 +78,8 @@ def product(
     num_rows, inner_size = x_TK.shape
     if k_segments == 1 and x_TK.is_contiguous():
         kind = Product(weight_NK.shape[0], inner_size, _named(out_dtype, x_TK.dtype), bias_N is not None)
+        if _recorded is not None:
+            _recorded.append(kind)
         rows, are_library = _choices.get((x_TK.device, x_TK.dtype, kind), ((), ()))
         index = bisect.bisect_left(rows, num_rows)
         if index < len(rows) and are_library[index]:

@@ -126,7 +126,7 @@ def build_parts(
 def warm_up(parts: Parts) -> None:
     """Compute one token, all ranks together; raises ``ValueError`` if that is more than the memory holds."""
     with _out_of_memory_as_mistake():
-        parts.runner.warm_up()
+        parts.runner.warm_up(parts.scheduler.config.max_step_tokens)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from paged.core.plan import SAMPLE, SCORE, Started, StepPlan, StepResult
 from paged.core.request import Request, SamplingParams
 from paged.kernels import vocab_parallel
 from paged.kernels.attention import BatchLayout
+from paged.kernels.linear import is_canonical
 from paged.kernels.numerics import compute_dtype
 from paged.kernels.sampling import (
     LogitBias,
@@ -112,16 +113,29 @@ class TorchRunner:
         self.weight_version = 0
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, max_step_tokens: int) -> None:
         """Run one token through everything, so that the first step does not pay for the libraries' first calls.
 
-        Writes into block 0, which nobody can hold yet.
+        On a card the library's products of up to ``max_step_tokens`` rows are compared with ours, which takes seconds
+        the first time. Writes into block 0, which nobody can hold yet.
         """
         layout = BatchLayout.build([0], [1], [[0]], self.cache.block_size, self.device)
-        hidden_TD = self.decoder(torch.zeros(1, dtype=torch.int64, device=self.device), layout, self.cache)
+        token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if is_canonical(self.decoder.norm.weight, self.decoder.numerics):
+            from paged.kernels import gemm_dispatch
+
+            with gemm_dispatch.recorded() as products:
+                hidden_TD = self.decoder(token_T, layout, self.cache)
+            with gemm_dispatch.recorded() as head_products:
+                logits_RV = self.decoder.logits(hidden_TD)
+            most_logits = max(len(self._slots), SCORE_ROWS)
+            for asked, num_rows in ((products, max_step_tokens), (head_products, most_logits)):
+                gemm_dispatch.prepare(asked, self.decoder.dtype, self.device, num_rows)
+        else:
+            logits_RV = self.decoder.logits(self.decoder(token_T, layout, self.cache))
         zero_R = torch.zeros(1, dtype=torch.int64, device=self.device)
         columns = SamplingColumns(temperature_R=zero_R.double() + 1, seeds_R=zero_R, positions_R=zero_R)
-        sample(self.decoder.logits(hidden_TD), columns)
+        sample(logits_RV, columns)
 
     def submit(self, plan: StepPlan) -> None:
         """Compute ``plan`` now; its result waits for ``collect``."""

@@ -197,3 +197,13 @@ def test_linear_and_head_take_the_canonical_order(dtype: torch.dtype) -> None:
     assert torch.equal(linear(x, weight, numerics=Numerics()), gemm(x, weight))
     assert torch.equal(linear(x, weight, numerics=Numerics(), k_segments=4), gemm(x, weight, k_segments=4))
     assert torch.equal(head_logits(x, weight, numerics=Numerics()), gemm(x, weight, out_dtype=torch.float32))
+
+
+def test_recorded_products_are_those_that_the_gate_can_judge() -> None:
+    x, weight, bias = numbers(3, 32).to(DEVICE), numbers(24, 32, seed=1).to(DEVICE), numbers(24, seed=2).to(DEVICE)
+    with gemm_dispatch.recorded() as products:
+        gemm_dispatch.product(x, weight, bias)
+        gemm_dispatch.product(x, weight, out_dtype=torch.float32)
+        gemm_dispatch.product(x, weight, k_segments=2)
+    gemm_dispatch.product(x, weight)
+    assert products == [Product(24, 32, None, True), Product(24, 32, torch.float32, False)]
