@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paged.core.agreement import TPError
 from paged.kernels.collectives import RankGroup
-from paged.runner.links import Failure, Link, LinkClosedError, pack
+from paged.runner.links import RANK_BYTES, Failure, Link, LinkClosedError, pack
 
 FOLLOWER: Final = "paged.follower"
 """The module that a rank's process runs."""
@@ -113,7 +113,7 @@ class Ranks:
                     if link.receive_raw(len(token), limit_s) != token:
                         link.close()
                         continue
-                    links[int.from_bytes(link.receive_raw(4, limit_s), "little")] = link
+                    links[int.from_bytes(link.receive_raw(RANK_BYTES, limit_s), "little")] = link
                 except (TimeoutError, LinkClosedError) as error:
                     missing = [rank for rank in range(1, size) if rank not in links]
                     raise TPError(f"rank {missing[0]} did not join within {limit_s:g} s") from error
@@ -268,9 +268,7 @@ def reach_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
-def make_group(
-    rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float
-) -> RankGroup:
+def make_group(rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float) -> RankGroup:
     """The group that carries the tensors of all ranks, which call this together: gloo on the CPU, NCCL on cards.
 
     It is nobody's default group, and a process may have several.
@@ -324,4 +322,3 @@ def is_exchange_text(text: str) -> bool:
 
 def _silence(rank: int, limit_s: float) -> TPError:
     return TPError(f"rank {rank} has not answered within {limit_s:g} s (tp_timeout_s)")
-
