@@ -71,7 +71,8 @@ def test_the_schemas_have_the_fields_of_what_they_build() -> None:
     from paged.engine import EngineConfig
 
     assert {f.name for f in fields(SamplingSchema)} == {f.name for f in fields(SamplingParams)}
-    assert {f.name for f in fields(EngineSchema)} | {"numerics", "k_segments", "reduce_dtype", "policy"} == {f.name for f in fields(EngineConfig)}
+    elsewhere = {"numerics", "k_segments", "reduce_dtype", "policy"}
+    assert {f.name for f in fields(EngineSchema)} | elsewhere == {f.name for f in fields(EngineConfig)}
 
 
 def test_the_defaults_are_the_librarys() -> None:

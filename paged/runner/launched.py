@@ -56,7 +56,7 @@ class Launch:
         store = self._meeting_store()
         store.set_timeout(PATIENCE)
         try:
-            found: Any = pickle.loads(store.get(self._next_key()))
+            found: Any = pickle.loads(bytes.fromhex(store.get(self._next_key()).decode()))
         except RuntimeError:
             # Who served the store is gone.
             return None
@@ -69,7 +69,7 @@ class Launch:
 
     def dismiss(self) -> None:
         """Rank 0's word to the others that it will build no more engines."""
-        self._meeting_store().set(self._next_key(), pack(None))
+        self._meeting_store().set(self._next_key(), pack(None).hex())
 
     def _next_key(self) -> str:
         self.num_engines += 1

@@ -103,7 +103,7 @@ class Ranks:
         token = secrets.token_bytes(16)
         links: dict[int, Link] = {}
         with socket.create_server((host, 0)) as server:
-            store.set(key, pack((host, server.getsockname()[1], token)))
+            store.set(key, pack((host, server.getsockname()[1], token)).hex())
             until_s = time.monotonic() + limit_s
             while len(links) < size - 1:
                 server.settimeout(max(0.01, until_s - time.monotonic()))
@@ -281,8 +281,9 @@ def make_group(rank: int, size: int, store: dist.Store, device: torch.device, ho
         limit_s: seconds that an exchange may take on the CPU; on cards whoever waits for the step sets the limit.
     """
     kinds = dist.ProcessGroup.BackendType
+    backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if device.type == "cpu":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=limit_s)
         kind, backend = kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, options)
