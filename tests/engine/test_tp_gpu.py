@@ -38,7 +38,7 @@ def engine_of(folder: Path, tp: int, **fields: Any) -> Engine:
 
 
 def test_two_cards_give_what_one_gives(folder: Path) -> None:
-    """fp32: decisions and tokens alike, log-probabilities to rounding; both ranks prove that they have the same bits."""
+    """fp32: decisions and tokens alike, log-probabilities to rounding; both ranks prove that their bits agree."""
     made = []
     for tp in (1, 2):
         engine = engine_of(folder, tp, dtype="float32")
