@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
+from paged.runner import launched
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code.
 
     0 is success, 2 a mistake of the user's (told in one line on standard error), 130 an interruption. Errors
-    of the program's own are raised.
+    of the program's own are raised. Of several processes that were started together, as by torchrun, rank 0 runs the
+    command; the others only serve its engine.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
@@ -63,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         return _complain(f"there is no command {word!r}; {hint}")
 
+    launch = launched.place() if word == "run" else None
+    if launch is not None and launch.rank > 0:
+        from paged.follower import follow_launch
+
+        follow_launch(launch)
+        return OK
     try:
         if word not in COMMANDS:
             print(_usage(), flush=True)
@@ -76,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Nobody reads standard output any more; Python would complain once more when it closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INTERNAL
+    finally:
+        if launch is not None:
+            launch.dismiss()
 
 
 def _usage() -> str:

@@ -145,7 +145,9 @@ class Engine:
         position_limit(config, spec)
         blueprint = Blueprint(spec=spec, folder=folder, config=config)
         leader: Leader | None = None
-        if config.tp > 1 or launch is not None:
+        if launch is not None and launch.size != config.tp:
+            raise ValueError(f"tp must be {launch.size}, the number of processes started together, not {config.tp}")
+        if config.tp > 1:
             parts, leader = build_with_ranks(blueprint, device, launch)
         else:
             parts = build_parts(blueprint, device)

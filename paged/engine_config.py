@@ -148,7 +148,7 @@ def position_limit(config: EngineConfig, spec: ModelSpec) -> int:
 def sized_num_blocks(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, limit: int
 ) -> int:
-    """Blocks of one rank's pool that fills its device's share, but holds no more than ``max_num_seqs`` sequences can use.
+    """Blocks of a rank's pool that fills its device's share, but holds no more than ``max_num_seqs`` sequences can use.
 
     Args:
         config: utilization, block size, number of sequences and of ranks.

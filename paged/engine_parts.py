@@ -1,4 +1,4 @@
-"""What each rank of an engine builds for itself, from a description that is the same for all: decoder, cache, runner."""
+"""What each rank of an engine builds for itself from one description: its decoder, its cache, its runner."""
 
 from __future__ import annotations
 

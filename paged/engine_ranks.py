@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 import torch
 
@@ -10,6 +11,9 @@ from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_u
 from paged.runner.consensus import Leader
 from paged.runner.launched import Launch
 from paged.runner.ranks import Ranks, make_group, serve_store
+
+# A process may take so long to start and to import what it needs, whatever the limit for those that serve.
+START_S: Final = 60.0
 
 
 def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch | None) -> tuple[Parts, Leader]:
@@ -26,13 +30,11 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
     """
     config = blueprint.config
     size, limit_s = config.tp, config.tp_timeout_s
-    if launch is not None and launch.size != size:
-        raise ValueError(f"tp must be the number of processes that were started together, {launch.size}, not {size}")
     devices = _devices(device, size, launch)
-    ranks = Ranks.start(size) if launch is None else launch.gather(limit_s)
+    ranks = Ranks.start(size) if launch is None else launch.gather(max(limit_s, START_S))
     leader: Leader | None = None
     try:
-        ranks.hear(limit_s)
+        ranks.hear(max(limit_s, START_S))
         store = serve_store(ranks.host, limit_s)
         num_threads = _num_threads(size if launch is None else launch.num_local)
         for rank, link in enumerate(ranks.links, 1):
@@ -47,9 +49,7 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
             )
             link.send(assignment, limit_s)
         group = make_group(0, size, store, devices[0], ranks.host, limit_s)
-        leader = Leader(
-            ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads
-        )
+        leader = Leader(ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads)
         parts = build_parts(blueprint, devices[0], group, leader.least)
         leader.runner = parts.runner
         leader.check_equal("numerics_id", parts.numerics_id)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # Seconds between signs of life while this process imports, loads and allocates.
 BEAT_S: Final = 0.5
-JOIN_S: Final = 60.0
 
 
 def main() -> None:
@@ -31,13 +30,14 @@ def main() -> None:
     os._exit(code)
 
 
-def follow_launch(launch: Launch) -> int:
-    """Serve rank 0 of processes that were started from outside, one engine after the other; the exit code."""
+def follow_launch(launch: Launch) -> None:
+    """Serve rank 0 of processes that were started together, one engine after the other.
+
+    Whether all went well is for rank 0 to say: whoever has started the processes would end it for another's failure.
+    """
     _leave_signals_to_rank_0()
-    while (link := launch.join(JOIN_S)) is not None:
-        if code := serve(link):
-            return code
-    return 0
+    while (link := launch.join()) is not None:
+        serve(link)
 
 
 def serve(link: Link) -> int:

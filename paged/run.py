@@ -20,9 +20,11 @@ from tqdm import tqdm
 from yaml import YAMLError
 
 from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config
+from paged.core.agreement import TPError
+from paged.core.sharding import check_k_segments, check_tp
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
 from paged.results import (
     FINISHED,
     ResultsFile,
@@ -37,6 +39,7 @@ from paged.results import (
     versions,
     write_summary,
 )
+from paged.runner import launched
 from paged.workload import arithmetic
 from paged.workload.arithmetic import ArithmeticWorkload
 from paged.workload.job import SizedWorkload
@@ -57,7 +60,8 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     Standard output gets a table and, on its last line, the folder.
 
     Returns:
-        The exit code: 0; 2 if a line was refused; 130 if interrupted; 1 if the model's logits were NaN.
+        The exit code: 0; 2 if a line was refused; 130 if interrupted; 1 if the model's logits were NaN, or a rank was
+        lost.
 
     Raises:
         UserError: if nothing could be sampled for a mistake in the config or the inputs.
@@ -75,8 +79,12 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     except KeyboardInterrupt:
         # Before the first step or, pressed twice, in the middle of one: what is in results.jsonl stays.
         write_summary(folder / "summary.json", {"interrupted": True})
-        _say_how_to_resume(folder)
+        _say_how_to_resume(folder, "interrupted")
         return INTERRUPTED
+    except TPError as error:
+        write_summary(folder / "summary.json", {"interrupted": True, "reason": str(error)})
+        _say_how_to_resume(folder, str(error))
+        return INTERNAL
 
 
 def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
@@ -214,13 +222,16 @@ class _Run:
                 interrupted = bool(self.unfinished)
                 if interrupted:
                     self._abort(engine, results)
+            peaks = engine.peak_bytes_by_rank()
             summary = {
                 # Of this session, which is the whole run unless it was resumed; those of the whole folder follow.
                 **engine.metrics(),
+                **({"peak_device_bytes_by_rank": peaks} if any(peaks) else {}),
                 "tokens_per_s_end_to_end": num_tokens / elapsed_s,
                 "elapsed_s": elapsed_s,
                 **self.tally.summary(),
                 "numerics_id": engine.numerics_id,
+                "tp": self.config.engine["tp"],
                 "device": engine.device_name,
                 "resumed": self.resumed,
                 "interrupted": interrupted,
@@ -253,8 +264,19 @@ class _Run:
         step_log = self.folder / "steps.jsonl"
         drop_torn_line(step_log)
         try:
-            engine_config = EngineConfig(**self.config.engine)
-            return Engine.from_pretrained(model, spec=self.config.spec, config=engine_config, step_log=step_log)
+            config = EngineConfig(**self.config.engine)
+            need_weights = config.weights != "dummy"
+            spec = find_model(model, self.config.spec, need_weights=need_weights, max_seq_len=config.max_seq_len)[1]
+            try:
+                check_tp(spec, config.tp)
+                check_k_segments(spec, config.tp, config.k_segments)
+            except ValueError as error:
+                raise InfeasibleError(error) from error
+            return Engine.from_pretrained(
+                model, spec=self.config.spec, config=config, step_log=step_log, launch=launched.place()
+            )
+        except InfeasibleError:
+            raise
         except (ValueError, OSError) as error:
             raise UserError(error) from error
 
@@ -372,13 +394,13 @@ class _Run:
         if errors:
             print(f"paged: {errors} samples ended as error, because their logits were NaN", file=sys.stderr)
         if summary["interrupted"]:
-            _say_how_to_resume(self.folder)
+            _say_how_to_resume(self.folder, "interrupted")
             return INTERRUPTED
         if errors:
             return INTERNAL
         return MISTAKE if self.refusals else OK
 
 
-def _say_how_to_resume(folder: Path) -> None:
+def _say_how_to_resume(folder: Path, why: str) -> None:
     command = f"python -m paged run resume={shlex.quote(str(folder))}"
-    print(f"paged: interrupted; what is finished is kept, continue with: {command}", file=sys.stderr)
+    print(f"paged: {why}; what is finished is kept, continue with: {command}", file=sys.stderr)

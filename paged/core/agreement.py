@@ -118,7 +118,7 @@ def _digest(*columns: Column, key: bytes = b"") -> bytes:
         if column and isinstance(column[0], str):
             data = "\0".join(map(str, column)).encode()
         else:
-            data = array("d" if column and isinstance(column[0], float) else "q", column).tobytes()  # type: ignore[arg-type]
+            data = array("d" if column and isinstance(column[0], float) else "q", column).tobytes()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.digest()

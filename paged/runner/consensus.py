@@ -98,7 +98,14 @@ class Leader:
     """
 
     def __init__(
-        self, ranks: Ranks, group: RankGroup, device: torch.device, *, is_verifying: bool, limit_s: float, num_threads: int
+        self,
+        ranks: Ranks,
+        group: RankGroup,
+        device: torch.device,
+        *,
+        is_verifying: bool,
+        limit_s: float,
+        num_threads: int,
     ) -> None:
         self._num_threads_before = torch.get_num_threads()
         torch.set_num_threads(num_threads)

@@ -7,17 +7,20 @@ import pickle
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
-from paged.runner.links import Link, pack
+from paged.runner.links import RANK_BYTES, Link, pack
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from paged.runner.ranks import Ranks
 
+# Processes that were started together meet within this time.
+MEETING_S: Final = 60.0
 # How long the others wait for rank 0 to say that there is an engine, or none any more: a job may take days.
-PATIENCE_S = 10 * 365 * 24 * 3600
+PATIENCE: Final = timedelta(days=1000)
 
 
 @dataclass(slots=True)
@@ -34,16 +37,7 @@ class Launch:
     size: int
     num_local: int
     num_engines: int = 0
-    _store: Any = None
-
-    @classmethod
-    def of_environment(cls) -> Launch | None:
-        """The place that the environment tells, as torchrun leaves it; None if this process stands alone."""
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if not all(os.environ.get(name, "").strip() for name in names):
-            return None
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    _store: Store | None = None
 
     @property
     def _host(self) -> str:
@@ -57,19 +51,25 @@ class Launch:
         key = self._next_key()
         return Ranks.await_launched(self.size, self._meeting_store(), key, self._host, limit_s)
 
-    def join(self, limit_s: float) -> Link | None:
+    def join(self) -> Link | None:
         """Wait for rank 0's next engine; None if there will be none."""
-        found = pickle.loads(self._meeting_store().get(self._next_key()))
+        store = self._meeting_store()
+        store.set_timeout(PATIENCE)
+        try:
+            found: Any = pickle.loads(bytes.fromhex(store.get(self._next_key()).decode()))
+        except RuntimeError:
+            # Who served the store is gone.
+            return None
         if found is None:
             return None
         host, port, token = found
-        link = Link(socket.create_connection((host, port), limit_s))
-        link.send_raw(token + self.rank.to_bytes(4, "little"), limit_s)
+        link = Link(socket.create_connection((host, port), MEETING_S))
+        link.send_raw(token + self.rank.to_bytes(RANK_BYTES, "little"), MEETING_S)
         return link
 
     def dismiss(self) -> None:
         """Rank 0's word to the others that it will build no more engines."""
-        self._meeting_store().set(self._next_key(), pack(None))
+        self._meeting_store().set(self._next_key(), pack(None).hex())
 
     def _next_key(self) -> str:
         self.num_engines += 1
@@ -79,6 +79,16 @@ class Launch:
         if self._store is None:
             import torch.distributed as dist
 
-            rendezvous = dist.rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=PATIENCE_S))
+            rendezvous = dist.rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=MEETING_S))
             self._store = next(rendezvous)[0]
         return self._store
+
+
+@cache
+def place() -> Launch | None:
+    """This process's place as the environment tells it, where torchrun leaves it; None if it stands alone."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(os.environ.get(name) for name in names) or os.environ["WORLD_SIZE"] == "1":
+        return None
+    size = int(os.environ["WORLD_SIZE"])
+    return Launch(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))

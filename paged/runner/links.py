@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any, Final
 
 _HEADER_BYTES: Final = 8
+# Of a rank's number, where it introduces itself.
+RANK_BYTES: Final = 4
 _BEAT: Final = b""
 # Longest single wait. Time in which this process itself was stopped (Ctrl-Z) counts as one of these at most.
 _SLICE_S: Final = 1.0

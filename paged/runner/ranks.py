@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paged.core.agreement import TPError
 from paged.kernels.collectives import RankGroup
-from paged.runner.links import Failure, Link, LinkClosedError, pack
+from paged.runner.links import RANK_BYTES, Failure, Link, LinkClosedError, pack
 
 FOLLOWER: Final = "paged.follower"
 """The module that a rank's process runs."""
@@ -103,7 +103,7 @@ class Ranks:
         token = secrets.token_bytes(16)
         links: dict[int, Link] = {}
         with socket.create_server((host, 0)) as server:
-            store.set(key, pack((host, server.getsockname()[1], token)))
+            store.set(key, pack((host, server.getsockname()[1], token)).hex())
             until_s = time.monotonic() + limit_s
             while len(links) < size - 1:
                 server.settimeout(max(0.01, until_s - time.monotonic()))
@@ -113,7 +113,7 @@ class Ranks:
                     if link.receive_raw(len(token), limit_s) != token:
                         link.close()
                         continue
-                    links[int.from_bytes(link.receive_raw(4, limit_s), "little")] = link
+                    links[int.from_bytes(link.receive_raw(RANK_BYTES, limit_s), "little")] = link
                 except (TimeoutError, LinkClosedError) as error:
                     missing = [rank for rank in range(1, size) if rank not in links]
                     raise TPError(f"rank {missing[0]} did not join within {limit_s:g} s") from error
@@ -268,9 +268,7 @@ def reach_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
-def make_group(
-    rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float
-) -> RankGroup:
+def make_group(rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float) -> RankGroup:
     """The group that carries the tensors of all ranks, which call this together: gloo on the CPU, NCCL on cards.
 
     It is nobody's default group, and a process may have several.
@@ -283,8 +281,9 @@ def make_group(
         limit_s: seconds that an exchange may take on the CPU; on cards whoever waits for the step sets the limit.
     """
     kinds = dist.ProcessGroup.BackendType
+    backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if device.type == "cpu":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=limit_s)
         kind, backend = kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, options)
@@ -324,4 +323,3 @@ def is_exchange_text(text: str) -> bool:
 
 def _silence(rank: int, limit_s: float) -> TPError:
     return TPError(f"rank {rank} has not answered within {limit_s:g} s (tp_timeout_s)")
-

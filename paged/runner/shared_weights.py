@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ class SharedWeights:
     path: str
     places: Mapping[str, _Place | None]
 
-    def open(self) -> dict[str, torch.Tensor | None]:
+    def open(self) -> dict[str, Any]:
         """The tensors by name. They are mapped, not copied, and live as long as anybody holds one."""
         with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

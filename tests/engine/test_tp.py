@@ -1,0 +1,350 @@
+"""An engine over several ranks: what one rank gives, to rounding or to the bit, with the same decisions."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tp_tools import SPECS, VOCAB, Came, is_there, pids, run, save_model, state_dict, tp_engine, workload
+
+from engine_tools import Arrival, essences, random_prompt
+from oracles import random_folder
+from paged import CompletionOutput, Engine, SamplingParams
+from paged.core.sharding import local_spec
+from paged.model.checkpoint import CheckpointError
+from paged.runner.kv_cache import KVCache
+
+# Fields of the engine, and whether all prompts begin alike.
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "invariant": ({}, False),
+    "fast": ({"numerics": "fast"}, False),
+    "small pool": ({"num_blocks": 16}, False),
+    "sharing": ({}, True),
+    "small chunks": ({"chunk_size": 3, "max_step_tokens": 8}, False),
+}
+SHARED = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 6]
+
+
+@dataclass
+class Runs:
+    """What one engine makes of several workloads, one after the other; of one only where its pool or chunks are small.
+
+    Attributes:
+        plain: of the workload.
+        block_bytes: of the cache.
+        sharing: of the workload with ``SHARED`` tokens before every prompt.
+        alone: some requests of the workload, each without the others.
+    """
+
+    plain: Came
+    block_bytes: int
+    sharing: Came | None = None
+    alone: dict[Any, CompletionOutput] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_model(tmp_path_factory.mktemp(name) / "model", spec) for name, spec in SPECS.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(folders: dict[str, Path]) -> Callable[..., Runs]:
+    """What comes of the workloads: family, number of ranks, fields of the engine; each engine is made once."""
+
+    @cache
+    def stops(family: str) -> tuple[int, ...]:
+        engine = tp_engine(folders[family], 1, dtype="float64")
+        free, sharing = (run(engine, workload(shared=shared)).outputs for shared in (0, SHARED))
+        return free["r0", 0].token_ids[5], free["r1", 0].token_ids[7], sharing["r1", 0].token_ids[9]
+
+    @cache
+    def remembered(family: str, tp: int, fields: frozenset[Any]) -> Runs:
+        engine = tp_engine(folders[family], tp, **dict(fields))
+        try:
+            made = Runs(run(engine, workload(stop=stops(family))), engine.executor.cache.bytes_per_block)  # type: ignore[attr-defined]
+            if {"num_blocks", "chunk_size"}.isdisjoint(dict(fields)):
+                made.sharing = run(engine, workload(stop=stops(family), shared=SHARED))
+                for arrival in workload(stop=stops(family))[:2]:
+                    made.alone |= run(engine, [Arrival(arrival.id, arrival.prompt, arrival.params)]).outputs
+            return made
+        finally:
+            engine.close()
+
+    def call(family: str, tp: int, *, dtype: str = "float64", **fields: Any) -> Runs:
+        return remembered(family, tp, frozenset({"dtype": dtype, **fields}.items()))
+
+    return call
+
+
+def worst(left: list[float], right: list[float]) -> float:
+    return max((abs(a - b) for a, b in zip(left, right, strict=True)), default=0.0)
+
+
+def decisions(output: CompletionOutput) -> tuple[Any, ...]:
+    tops = [ids for ids, _ in output.top_logprobs or []]
+    scores = [(score.token_id, score.top[0]) for score in output.prompt_logprobs or []]
+    ended = (output.finish_reason, output.stop_reason, output.num_preemptions, output.num_cached_tokens)
+    return (output.prompt_token_ids, output.token_ids, tops, scores, *ended)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", SPECS)
+def test_several_ranks_give_what_one_gives(runs: Callable[..., Runs], family: str, variant: str, tp: int) -> None:
+    fields, is_sharing = VARIANTS[variant]
+    both = runs(family, 1, **fields), runs(family, tp, **fields)
+    one, several = (each.sharing if is_sharing else each.plain for each in both)
+    assert one is not None
+    assert several is not None
+
+    assert several.counters == one.counters
+    assert several.outputs.keys() == one.outputs.keys()
+    for key, expected in one.outputs.items():
+        output = several.outputs[key]
+        assert decisions(output) == decisions(expected), key
+        assert worst(output.logprobs, expected.logprobs) < 1e-12, key
+        assert worst(output.behavior_logprobs, expected.behavior_logprobs) < 1e-12, key
+        scores = [[score.logprob for score in each.prompt_logprobs or []] for each in (output, expected)]
+        assert worst(*scores) < 1e-12, key
+
+    # What the variant is about was met.
+    assert {output.finish_reason for output in one.outputs.values()} == {"stop", "length"}
+    if variant == "small pool":
+        assert one.counters["num_preemptions"] > 0
+    if variant == "sharing":
+        assert one.counters["cached_tokens"] >= 36
+    if variant == "small chunks":
+        assert one.counters["num_steps"] > runs(family, 1).plain.counters["num_steps"]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_sequence_is_the_same_bits_whatever_goes_with_it(runs: Callable[..., Runs], tp: int) -> None:
+    """Three pools and chunk sizes, and requests alone."""
+    plain = runs("qwen3", tp).plain
+    for variant in ("small pool", "small chunks"):
+        other = runs("qwen3", tp, **VARIANTS[variant][0]).plain
+        assert other.counters != plain.counters
+        assert essences(other.outputs) == essences(plain.outputs)
+    alone = essences(runs("qwen3", tp).alone)
+    assert len(alone) == 2
+    assert alone == {key: found for key, found in essences(plain.outputs).items() if key in alone}
+    # The control: fast numerics have other bits in other company.
+    fast = runs("qwen3", tp, numerics="fast")
+    assert [fast.alone[key].logprobs for key in alone] != [fast.plain.outputs[key].logprobs for key in alone]
+
+
+def test_four_segments_make_the_numbers_of_ranks_agree_to_the_bit(runs: Callable[..., Runs]) -> None:
+    made = {tp: runs("qwen3", tp, dtype="float32", k_segments=4) for tp in (1, 2, 4)}
+    for tp in (2, 4):
+        assert essences(made[tp].plain.outputs) == essences(made[1].plain.outputs), "numerics_id included"
+        assert essences(made[tp].alone) == essences(made[1].alone)
+        assert made[tp].plain.counters == made[1].plain.counters
+    # The control: with one segment they do not agree, and say so.
+    plain = [runs("qwen3", tp).plain.outputs["r1", 0] for tp in (1, 2)]
+    assert plain[0].logprobs != plain[1].logprobs
+    assert len({output.numerics_id for output in (*plain, made[1].plain.outputs["r1", 0])}) == 3
+
+
+def test_without_comparing_the_results_are_the_same(runs: Callable[..., Runs]) -> None:
+    unverified, verified = runs("qwen3", 2, verify=False), runs("qwen3", 2)
+    assert essences(unverified.plain.outputs) == essences(verified.plain.outputs)
+    assert unverified.plain.counters == verified.plain.counters
+
+
+def test_steps_in_flight_are_decided_alike(runs: Callable[..., Runs]) -> None:
+    one, two = (runs("qwen3", tp, depth=2, num_blocks=16).plain for tp in (1, 2))
+    assert two.counters == one.counters
+    assert one.counters["num_preemptions"] > 0
+    assert {key: decisions(output) for key, output in two.outputs.items()} == {
+        key: decisions(output) for key, output in one.outputs.items()
+    }
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_holds_its_share_of_keys_and_values(runs: Callable[..., Runs], tp: int) -> None:
+    """Exactly 1 / min(tp, kv heads) of the bytes; beyond 4 ranks the 4 heads are copied."""
+    whole = 2 * 2 * 4 * 8 * 4 * 8  # layers, keys and values, heads, head_dim, block_size, bytes
+    assert runs("qwen3", 1).block_bytes == whole
+    assert runs("qwen3", tp).block_bytes * tp == whole
+    copied = KVCache(local_spec(SPECS["qwen3"], 8), 1, 4, dtype=torch.float64)
+    assert copied.bytes_per_block * 4 == whole
+
+
+@pytest.fixture(scope="module")
+def pair(folders: dict[str, Path]) -> Iterator[Engine]:
+    """An engine over two ranks that several tests share; none of them may break it."""
+    engine = tp_engine(folders["qwen3"], 2, dtype="float32", tp_timeout_s=20)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def single(folders: dict[str, Path]) -> Engine:
+    return tp_engine(folders["qwen3"], 1, dtype="float32")
+
+
+def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in engine.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_no_whole_row_travels_for_greedy_tokens_and_scores(pair: Engine) -> None:
+    """Bytes that this rank contributes: a few a row, less than a row of its logits."""
+    group = pair.executor.decoder.group  # type: ignore[attr-defined]
+    rows_bytes = -(-VOCAB // 2) * 4
+
+    def bytes_of(params: SamplingParams) -> tuple[int, int]:
+        before = group.num_bytes, pair.scheduler.counters.forward_tokens
+        answers(pair, params)
+        return group.num_bytes - before[0], pair.scheduler.counters.forward_tokens - before[1]
+
+    plain, num_tokens = bytes_of(SamplingParams(temperature=0, max_tokens=10, prompt_logprobs=0))
+    listed, same = bytes_of(SamplingParams(temperature=0, max_tokens=10, prompt_logprobs=1, logprobs=1))
+    assert num_tokens == same > 30
+    residual = num_tokens * 32 * 4 * (1 + 2 * 2)
+    assert residual < plain < residual + num_tokens * 60
+    assert listed >= residual + 30 * rows_bytes
+
+
+def test_a_greedy_row_is_the_same_bits_gathered_or_not(pair: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10, prompt_logprobs=0)
+    listed = SamplingParams(temperature=0, max_tokens=10, prompt_logprobs=0, logprobs=0)
+    plain, gathered = (pair.generate(PROMPTS, each, use_tqdm=False) for each in (params, listed))
+    for left, right in zip(plain, gathered, strict=True):
+        assert left.outputs[0].token_ids == right.outputs[0].token_ids
+        assert left.outputs[0].logprobs == right.outputs[0].logprobs
+    seen: list[torch.Tensor] = []
+    runner = pair.executor
+    runner.observe_logits = lambda plan, rows, logits_RV: seen.append(logits_RV.clone())  # type: ignore[attr-defined]
+    try:
+        watched = pair.generate(PROMPTS, params, use_tqdm=False)
+    finally:
+        runner.observe_logits = None  # type: ignore[attr-defined]
+    assert [result.outputs[0].logprobs for result in watched] == [result.outputs[0].logprobs for result in plain]
+    assert {logits.shape[1] for logits in seen} == {VOCAB}
+
+
+def test_what_a_step_brought_is_handed_out_with_the_next_one(pair: Engine) -> None:
+    pair.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=2), "late")
+    assert pair.step() == []
+    assert pair.scheduler.counters.output_tokens >= 0
+    (first,) = pair.step()
+    assert (len(first.token_ids), first.output) == (1, None)
+    assert not pair.scheduler.has_unfinished
+    assert pair.has_unfinished, "the last token waits for the others' word"
+    with pytest.raises(ValueError, match="'late' is in use by a request that has not finished, or not been delivered"):
+        pair.add_request([1], GREEDY, "late")
+    (last,) = pair.step()
+    assert last.output is not None
+    assert len(last.output.token_ids) == 2
+    assert not pair.has_unfinished
+
+
+def test_aborting_and_streaming(pair: Engine, single: Engine) -> None:
+    outcomes = []
+    for engine in (pair, single):
+        engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=30), "gone")
+        for _ in range(4):
+            engine.step()
+        (output,) = engine.abort("gone")
+        pieces = list(engine.stream([4, 5], SamplingParams(temperature=0, max_tokens=5)))
+        outcomes.append((output.token_ids, output.finish_reason, [p.token_ids for p in pieces]))
+        assert not engine.has_unfinished
+    assert outcomes[0] == outcomes[1]
+    assert len(outcomes[0][0]) == 4
+
+
+def test_a_refused_request_leaves_all_ranks_as_they_were(pair: Engine, single: Engine) -> None:
+    for prompt, sentence in (([], "at least one token"), ([VOCAB], "outside the vocabulary"), ([1] * 500, "exceeds")):
+        with pytest.raises(ValueError, match=sentence):
+            pair.add_request(prompt, GREEDY)
+    assert answers(pair) == answers(single)
+
+
+def test_new_weights_reach_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A state dict and a folder; what does not suit changes no rank; requests go on under the new ones."""
+    other = save_model(tmp_path / "other", SPECS["qwen3"], seed=2)
+    expected = {1: answers(tp_engine(folders["qwen3"], 1)), 2: answers(tp_engine(other, 1))}
+    assert expected[1] != expected[2]
+    engine = tp_engine(folders["qwen3"], 2)
+    try:
+        assert answers(engine) == expected[1]
+        assert engine.load_weights(state_dict(SPECS["qwen3"], 2)) == 1
+        assert answers(engine) == expected[2]
+        assert engine.load_weights(folders["qwen3"]) == 2
+        assert answers(engine) == expected[1]
+        wrong = {**state_dict(SPECS["qwen3"], 2), "model.norm.weight": None}
+        del wrong["lm_head.weight"]
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_weights(wrong)  # type: ignore[arg-type]
+        assert len(caught.value.violations) == 2
+        assert answers(engine) == expected[1]
+        engine.add_request([1, 2, 3], GREEDY, "live")
+        tokens = [token for _ in range(3) for update in engine.step() for token in update.token_ids]
+        assert engine.load_weights(other) == 3
+        while engine.has_unfinished:
+            tokens += [token for update in engine.step() for token in update.token_ids]
+        assert len(tokens) == 10
+    finally:
+        engine.close()
+    engine.close()
+    assert not any(is_there(pid) for pid in pids(engine))
+    assert engine._leader is not None
+    assert [process.returncode for process in engine._leader.ranks.processes] == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"tp": 3},
+            "tp must divide num_attention_heads 8, and divide or be a multiple of num_key_value_heads 4, not 3",
+        ),
+        ({"tp": 0}, "tp must be a whole number, at least 1, not 0"),
+        ({"tp": 2, "k_segments": 3}, "numerics.k_segments must be a power of two, not 3"),
+        ({"tp": 4, "k_segments": 2}, "numerics.k_segments must be a multiple of tp 4, not 2"),
+        ({"tp_timeout_s": 0}, "tp_timeout_s must be above 0, not 0"),
+        ({"verify": "no"}, "verify must be one of True, False, not 'no'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype must be one of model, float32, not 'int8'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(folders: dict[str, Path], fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        tp_engine(folders["qwen3"], **{"tp": 2, **fields})
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("tp", [2, 4])
+def test_greedy_tokens_equal_transformers(tmp_path: Path, tp: int) -> None:
+    """Six prompts of 40 tokens each, in fp32: identical six times."""
+    from transformers import Qwen3ForCausalLM
+
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": VOCAB}
+    folder = random_folder("qwen3", tmp_path, **sizes)
+    rng = random.Random(1)
+    texts = [random_prompt(rng, length, length, VOCAB) for length in (2, 3, 9, 17, 21, 30)]
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    engine = tp_engine(folder, tp, num_blocks=128)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        results = engine.generate(texts, params, use_tqdm=False)
+    finally:
+        engine.close()
+    identical = 0
+    for text, result in zip(texts, results, strict=True):
+        ids = torch.tensor([text])
+        with torch.no_grad():
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, min_new_tokens=40, do_sample=False
+            )
+        identical += made[0, len(text) :].tolist() == result.outputs[0].token_ids
+    assert identical == 6

@@ -1,0 +1,266 @@
+"""Ranks that disagree, fail, die or stall: one clear error within the time limit, and no process left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tp_faults
+from tp_tools import is_there, pids, save_model, tp_engine
+
+from paged import Engine, SamplingParams
+from paged.core.agreement import TPDesyncError, TPError
+from paged.runner import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=12),
+    SamplingParams(temperature=1.0, max_tokens=12),
+]
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 6]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+Plant = Callable[..., Engine]
+
+
+@pytest.fixture
+def plant(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+    """Makes an engine on all of whose ranks a fault is planted; None plants nothing."""
+    made: list[Engine] = []
+
+    def make(fault: str | None, tp: int = 2, **fields: Any) -> Engine:
+        if fault is not None:
+            monkeypatch.setenv(tp_faults.FAULT, fault)
+            monkeypatch.setenv(tp_faults.MARKS, str(tmp_path))
+            monkeypatch.setattr(ranks, "FOLLOWER", "tp_faults")
+            getattr(tp_faults, fault)(monkeypatch)
+        engine = tp_engine(folder, tp, **{"tp_timeout_s": 20, **fields})
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert not any(is_there(pid) for pid in pids(engine)), "a process is left"
+
+
+def reached(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("rank*")}
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in engine.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def step_to_the_end(engine: Engine, updates: list[Any]) -> None:
+    while engine.has_unfinished:
+        updates += engine.step()
+
+
+def assert_ended(engine: Engine) -> None:
+    """Nothing can be asked of an engine without its ranks, and it says why; it can be closed."""
+    with pytest.raises(TPError, match="the ranks of this engine have ended"):
+        engine.generate([1, 2], use_tqdm=False)
+    deadline = time.monotonic() + 5
+    while any(is_there(pid) for pid in pids(engine)):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.01)
+
+
+# Ranks that disagree
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("seed_by_rank", "the tokens and log-probabilities of the steps before"),
+        ("other_logprobs", "the tokens and log-probabilities of the steps before"),
+        ("other_requests", "the sequences that start or leave"),
+        ("other_chunks", "the rows of the plan"),
+        ("lost_request", "the step"),
+    ],
+)
+def test_a_disagreement_is_an_error_on_all_ranks(plant: Plant, tmp_path: Path, fault: str, what: str) -> None:
+    tp = 4 if fault == "seed_by_rank" else 2
+    engine = plant(fault, tp)
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(prompt, params, f"r{index}")
+    updates: list[Any] = []
+    with pytest.raises(TPDesyncError) as caught:
+        step_to_the_end(engine, updates)
+    assert what in str(caught.value)
+    assert "at step " in str(caught.value)
+    assert caught.value.ranks == tuple(range(tp))
+    assert updates == [], "what the ranks disagree on was handed out"
+    assert {f"rank{rank}" for rank in range(1, tp)} <= reached(tmp_path)
+    assert_ended(engine)
+
+
+def test_the_control_agrees(plant: Plant, folder: Path) -> None:
+    assert tokens(plant(None)) == tokens(tp_engine(folder, 1))
+
+
+@pytest.mark.parametrize("fault", ["constant_statement", "nothing_compared"])
+def test_without_the_comparison_a_disagreement_goes_unnoticed(plant: Plant, tmp_path: Path, fault: str) -> None:
+    """The mutants: what `test_a_disagreement_is_an_error_on_all_ranks` expects of the first fault does not happen."""
+    engine = plant(f"{fault}_and_seed_by_rank")
+    engine.add_request(PROMPTS[1], PARAMS[1])
+    updates: list[Any] = []
+    step_to_the_end(engine, updates)
+    assert updates[-1].output is not None
+    assert {"rank0", "rank1"} <= reached(tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["constant_statement", "nothing_compared"])
+def test_the_mutants_alone_do_no_harm(plant: Plant, folder: Path, fault: str) -> None:
+    assert tokens(plant(fault)) == tokens(tp_engine(folder, 1))
+
+
+def test_other_seeds_change_the_tokens(plant: Plant, folder: Path, tmp_path: Path) -> None:
+    """The mutant of the seed, uncompared: rank 0 goes on with keys and values of other texts."""
+    assert tokens(plant("seed_by_rank", verify=False)) != tokens(tp_engine(folder, 1))
+    assert reached(tmp_path) == {"rank0", "rank1"}
+
+
+# Ranks that are lost
+
+
+def lose(engine: Engine, limit_s: float) -> str:
+    """What the engine says when a rank is lost while it generates."""
+    start_s = time.monotonic()
+    with pytest.raises(TPError) as caught:
+        tokens(engine)
+    assert time.monotonic() - start_s < limit_s
+    assert not isinstance(caught.value, TPDesyncError)
+    assert_ended(engine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "tp"),
+    [
+        ("fails_in_a_step", "rank 1 failed: RuntimeError: planted", 2),
+        ("fails_in_a_step", "rank 1 failed: RuntimeError: planted", 4),
+        ("dies_in_a_step", "rank 1 was killed by SIGKILL", 2),
+        ("dies_in_a_step", "rank 1 was killed by SIGKILL", 4),
+        ("stops_in_a_step", "rank 1 has not answered within 1 s (tp_timeout_s)", 4),
+        ("sleeps_in_a_step", "rank 1 has not answered within 1 s (tp_timeout_s)", 2),
+    ],
+)
+def test_a_rank_that_is_lost_in_a_step_is_named(plant: Plant, tmp_path: Path, fault: str, said: str, tp: int) -> None:
+    engine = plant(fault, tp, tp_timeout_s=1)
+    assert lose(engine, 5) == said
+    assert reached(tmp_path) == {"rank1"}
+
+
+@pytest.mark.parametrize("is_verifying", [True, False])
+def test_a_rank_that_is_killed_between_steps(plant: Plant, is_verifying: bool) -> None:
+    engine = plant(None, verify=is_verifying)
+    tokens(engine)
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    assert lose(engine, 5) == "rank 1 was killed by SIGKILL"
+
+
+def test_a_rank_that_is_stopped_between_steps(plant: Plant) -> None:
+    engine = plant(None, tp_timeout_s=1)
+    tokens(engine)
+    os.kill(pids(engine)[0], signal.SIGSTOP)
+    assert lose(engine, 5) == "rank 1 has not answered within 1 s (tp_timeout_s)"
+
+
+def test_a_mistake_that_another_rank_meets_is_told_as_one(plant: Plant, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^the checkpoint has gone$"):
+        plant("cannot_load")
+    assert reached(tmp_path) == {"rank1"}
+
+
+def test_a_rank_that_cannot_begin(plant: Plant) -> None:
+    with pytest.raises(TPError, match=r"^rank 1 ended with exit code 1: no such library$"):
+        plant("dies_at_once")
+
+
+def test_the_pool_is_the_least_that_any_rank_has_room_for(plant: Plant, folder: Path, tmp_path: Path) -> None:
+    engine = plant("less_room", num_blocks=None)
+    assert reached(tmp_path) == {"rank1"}
+    assert engine.scheduler.config.num_blocks == 20
+    assert tokens(engine) == tokens(tp_engine(folder, 1))
+
+
+# Rank 0 and its user
+
+
+def test_ctrl_c_falls_between_steps_and_the_ranks_serve_on(plant: Plant) -> None:
+    engine = plant(None)
+    expected = tokens(engine)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, SamplingParams(max_tokens=60), use_tqdm=False)
+    assert not engine.has_unfinished
+    seeded = engine.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
+    assert [result.outputs[0].token_ids for result in seeded] == expected[:2]
+
+
+SCRIPT = """
+import sys
+from paged import Engine, SamplingParams
+engine = Engine.from_pretrained({folder!r}, tp=3 - 1, device="cpu", num_blocks=64, block_size=4)
+print(*[process.pid for process in engine._leader.ranks.processes], flush=True)
+{rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "code"),
+    [
+        ("", 0),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("while True: engine.generate([1, 2, 3], SamplingParams(max_tokens=30), use_tqdm=False)", -9),
+    ],
+    ids=["forgotten", "killed", "killed in a step"],
+)
+def test_no_process_outlives_rank_0(folder: Path, rest: str, code: int) -> None:
+    program = SCRIPT.format(folder=str(folder), rest=rest)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    others = [int(word) for word in process.stdout.readline().split()]
+    assert len(others) == 1
+    if rest.startswith("while"):
+        time.sleep(0.3)
+        assert all(map(is_there, others))
+        process.kill()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    deadline = time.monotonic() + 5
+    while any(map(is_there, others)):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.02)
+
+
+def test_an_engine_that_nobody_holds_ends_its_ranks(folder: Path) -> None:
+    engine = tp_engine(folder, 2)
+    others = pids(engine)
+    assert all(map(is_there, others))
+    del engine
+    gc.collect()
+    assert not any(map(is_there, others))
