@@ -141,7 +141,7 @@ def _hide(score_RP, tile, last_R, position, SCORE: gl.constexpr, TILE: gl.conste
 
 @gluon.jit
 def _compute(
-    group, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
+    group, q, keys, values, ones, turns, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
     position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT_TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -180,9 +180,12 @@ def _compute(
         before = (tile - 1) % STAGES
         mbarrier.wait(keys_ready.index(stage), tile // STAGES & 1)
         fence_async_shared()
+        # The groups take turns at the tensor cores: one multiplies while the other forms weights. Group 0 begins.
+        mbarrier.wait(turns.index(group), (tile & 1) ^ group)
         next_RP = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zero_RP, use_acc=False, is_async=True)
         total_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW, is_async=True)
         sum_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(before), sum_RD, is_async=True)
+        mbarrier.arrive(turns.index(1 - group), count=1)
         score_RP = warpgroup_mma_wait(2, [next_RP])
         mbarrier.arrive(keys_free.index(stage), count=1)
         score_RP = _hide(score_RP, tile, last_R, position, SCORE, TILE)
@@ -264,6 +267,7 @@ def _kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     values = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     ones = gl.allocate_shared_memory(dtype, [8, TILE], shared)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -274,6 +278,8 @@ def _kernel(
         mbarrier.init(values_ready.index(stage), count=128)
         mbarrier.init(keys_free.index(stage), count=2)
         mbarrier.init(values_free.index(stage), count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
     ones.store(gl.full([8, TILE], 1.0, dtype, layout))
     # Row r of the program is position r // PADDED and head r % PADDED of those that share the kv head.
     for group in gl.static_range(2):
@@ -290,10 +296,10 @@ def _kernel(
     num_keys = position + num_positions
     gl.warp_specialize(
         [
-            (_compute, (0, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
+            (_compute, (0, q, keys, values, ones, turns, keys_ready, values_ready, keys_free, values_free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
-            (_compute, (1, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
+            (_compute, (1, q, keys, values, ones, turns, keys_ready, values_ready, keys_free, values_free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
             (_load, (key_ptr, value_ptr, table_ptr, head, num_keys, keys, values,
