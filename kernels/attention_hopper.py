@@ -33,6 +33,16 @@ STAGES = 4
 COMPUTE_REGISTERS = 224
 LOAD_REGISTERS = 64
 
+# Sixteen fp32 numbers to eight pairs in the model's dtype, and a nap of no length if one is negative, which none is.
+_ROUND = (
+    "{ .reg .pred p; .reg .b32 t; mov.b32 t, 0;"
+    + "".join(f" cvt.rn.DTYPEx2.f32 ${i}, ${9 + 2 * i}, ${8 + 2 * i}; or.b32 t, t, ${i};" for i in range(8))
+    + " setp.lt.s32 p, t, 0; @p nanosleep.u32 0; }"
+)
+_ROUND_BF16 = gl.constexpr(_ROUND.replace("DTYPE", "bf16"))
+_ROUND_FP16 = gl.constexpr(_ROUND.replace("DTYPE", "f16"))
+_ROUND_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 16))
+
 
 def suits_hopper(q_THD: torch.Tensor, cache: LayerCache, numerics: Numerics) -> bool:
     """Whether the kernel takes such queries and such a cache on their device."""
@@ -140,8 +150,21 @@ def _hide(score_RP, tile, last_R, position, SCORE: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
+def _weights(exponent_RP, queries):
+    """2 to the power of the exponents, rounded to the dtype of the queries.
+
+    The nap, which is never taken, has no use but its place: the compiler would otherwise form the weights after the wait
+    for the products in flight, which they are to run beside.
+    """
+    ROUND: gl.constexpr = _ROUND_BF16 if queries.dtype == gl.bfloat16 else _ROUND_FP16
+    return gl.inline_asm_elementwise(
+        ROUND, _ROUND_OPERANDS, [gl.exp2(exponent_RP)], dtype=queries.dtype, is_pure=False, pack=16
+    )
+
+
+@gluon.jit
 def _compute(
-    group, q, keys, values, ones, turns, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
+    group, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
     position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT_TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -180,12 +203,9 @@ def _compute(
         before = (tile - 1) % STAGES
         mbarrier.wait(keys_ready.index(stage), tile // STAGES & 1)
         fence_async_shared()
-        # The groups take turns at the tensor cores: one multiplies while the other forms weights. Group 0 begins.
-        mbarrier.wait(turns.index(group), (tile & 1) ^ group)
         next_RP = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zero_RP, use_acc=False, is_async=True)
         total_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW, is_async=True)
         sum_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(before), sum_RD, is_async=True)
-        mbarrier.arrive(turns.index(1 - group), count=1)
         score_RP = warpgroup_mma_wait(2, [next_RP])
         mbarrier.arrive(keys_free.index(stage), count=1)
         score_RP = _hide(score_RP, tile, last_R, position, SCORE, TILE)
@@ -195,12 +215,9 @@ def _compute(
             new_R = gl.maximum(top_R, new_R)
         base_R = gl.where(new_R == float("-inf"), 0.0, new_R) * factor
         decay_R = gl.exp2(top_R * factor - base_R)
-        wide_RP = gl.exp2(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None]))
-        # The barrier is for the next pass; here its branch keeps the compiler from forming the weights after the wait for
-        # the products, which they are to run beside.
+        weight_RP = _weights(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None]), queries)
         mbarrier.wait(values_ready.index(stage), tile // STAGES & 1)
-        total_RW, sum_RD, wide_RP = warpgroup_mma_wait(0, [total_token, sum_token, wide_RP])
-        weight_RP = wide_RP.to(dtype)
+        total_RW, sum_RD = warpgroup_mma_wait(0, [total_token, sum_token])
         mbarrier.arrive(values_free.index(before), count=1)
         if starts_split:
             all_top_R, all_total_RW, all_sum_RD = _fold(
@@ -267,7 +284,6 @@ def _kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     values = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     ones = gl.allocate_shared_memory(dtype, [8, TILE], shared)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -278,8 +294,6 @@ def _kernel(
         mbarrier.init(values_ready.index(stage), count=128)
         mbarrier.init(keys_free.index(stage), count=2)
         mbarrier.init(values_free.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
     ones.store(gl.full([8, TILE], 1.0, dtype, layout))
     # Row r of the program is position r // PADDED and head r % PADDED of those that share the kv head.
     for group in gl.static_range(2):
@@ -296,10 +310,10 @@ def _kernel(
     num_keys = position + num_positions
     gl.warp_specialize(
         [
-            (_compute, (0, q, keys, values, ones, turns, keys_ready, values_ready, keys_free, values_free,
+            (_compute, (0, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
-            (_compute, (1, q, keys, values, ones, turns, keys_ready, values_ready, keys_free, values_free,
+            (_compute, (1, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
             (_load, (key_ptr, value_ptr, table_ptr, head, num_keys, keys, values,
