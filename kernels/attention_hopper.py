@@ -33,6 +33,16 @@ STAGES = 4
 COMPUTE_REGISTERS = 224
 LOAD_REGISTERS = 64
 
+# Sixteen fp32 numbers to eight pairs in the model's dtype, and a nap of no length if one is negative, which none is.
+_ROUND = (
+    "{ .reg .pred p; .reg .b32 t; mov.b32 t, 0;"
+    + "".join(f" cvt.rn.DTYPEx2.f32 ${i}, ${9 + 2 * i}, ${8 + 2 * i}; or.b32 t, t, ${i};" for i in range(8))
+    + " setp.lt.s32 p, t, 0; @p nanosleep.u32 0; }"
+)
+_ROUND_BF16 = gl.constexpr(_ROUND.replace("DTYPE", "bf16"))
+_ROUND_FP16 = gl.constexpr(_ROUND.replace("DTYPE", "f16"))
+_ROUND_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 16))
+
 
 def suits_hopper(q_THD: torch.Tensor, cache: LayerCache, numerics: Numerics) -> bool:
     """Whether the kernel takes such queries and such a cache on their device."""
@@ -140,6 +150,19 @@ def _hide(score_RP, tile, last_R, position, SCORE: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
+def _weights(exponent_RP, queries):
+    """2 to the power of the exponents, rounded to the dtype of the queries.
+
+    The nap, which is never taken, has no use but its place: the compiler would otherwise form the weights after the wait
+    for the products in flight, which they are to run beside.
+    """
+    ROUND: gl.constexpr = _ROUND_BF16 if queries.dtype == gl.bfloat16 else _ROUND_FP16
+    return gl.inline_asm_elementwise(
+        ROUND, _ROUND_OPERANDS, [gl.exp2(exponent_RP)], dtype=queries.dtype, is_pure=False, pack=16
+    )
+
+
+@gluon.jit
 def _compute(
     group, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
     position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
@@ -192,12 +215,9 @@ def _compute(
             new_R = gl.maximum(top_R, new_R)
         base_R = gl.where(new_R == float("-inf"), 0.0, new_R) * factor
         decay_R = gl.exp2(top_R * factor - base_R)
-        wide_RP = gl.exp2(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None]))
-        # The barrier is for the next pass; here its branch keeps the compiler from forming the weights after the wait for
-        # the products, which they are to run beside.
+        weight_RP = _weights(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None]), queries)
         mbarrier.wait(values_ready.index(stage), tile // STAGES & 1)
-        total_RW, sum_RD, wide_RP = warpgroup_mma_wait(0, [total_token, sum_token, wide_RP])
-        weight_RP = wide_RP.to(dtype)
+        total_RW, sum_RD = warpgroup_mma_wait(0, [total_token, sum_token])
         mbarrier.arrive(values_free.index(before), count=1)
         if starts_split:
             all_top_R, all_total_RW, all_sum_RD = _fold(

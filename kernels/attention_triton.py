@@ -34,8 +34,8 @@ CHUNK_ROWS = 128
 CHUNK_WARPS = 8
 CHUNK_STAGES = 2
 DECODE_WARPS = 4
-DECODE_STAGES = 3
-FOLD_WIDTH = 8
+DECODE_STAGES = 2
+FOLD_WIDTHS = (4, 32)
 
 
 def supported(q_THD: torch.Tensor, cache: LayerCache) -> bool:
@@ -56,10 +56,12 @@ class DecodeWork:
     Attributes:
         items_I4: int32, one split: sequence, row of the step, number of the split, keys of the row.
         rows_N3: int32, one row: row of the step, its first item, number of its items.
+        most_splits: the largest number of items of a row; a launch may be built for it, no bits hang on it.
     """
 
     items_I4: torch.Tensor
     rows_N3: torch.Tensor
+    most_splits: int
 
 
 def attention_triton(
@@ -99,7 +101,9 @@ def decode_attention(
     sums_IHD = q_THD.new_empty((num_items, q_THD.shape[1], head_dim), dtype=torch.float32)
     # The greatest score and the sum of weights of each item and head.
     tops_IH, totals_IH = q_THD.new_empty((2, num_items, q_THD.shape[1]), dtype=torch.float32)
-    options: dict[str, Any] = {"enable_fp_fusion": False}
+    # On Hopper and later the second kernel is launched before the first ends, and waits inside for what that one writes.
+    chained = q_THD.is_cuda and torch.cuda.get_device_capability(q_THD.device)[0] >= 9
+    fold_options: dict[str, Any] = {"launch_pdl": True} if chained else {}
     _decode_kernel[(num_items * num_kv_heads,)](
         q_THD,
         cache.key,
@@ -118,9 +122,10 @@ def decode_attention(
         BLOCK_SIZE=cache.block_size,
         TILE=numerics.kv_tile,
         SPLIT=numerics.kv_split,
+        CHAINED=chained,
         num_warps=DECODE_WARPS,
         num_stages=DECODE_STAGES,
-        **options,
+        enable_fp_fusion=False,
     )
     _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1],)](
         sums_IHD,
@@ -131,9 +136,11 @@ def decode_attention(
         scale * LOG2_E,
         NUM_HEADS=q_THD.shape[1],
         HEAD_DIM=head_dim,
-        WIDTH=FOLD_WIDTH,
+        WIDTH=FOLD_WIDTHS[work.most_splits > 1 + FOLD_WIDTHS[0]],
+        CHAINED=chained,
         num_warps=1,
-        **options,
+        enable_fp_fusion=False,
+        **fold_options,
     )
 
 
@@ -202,7 +209,7 @@ def _make_decode_work(layout: BatchLayout, split: int) -> DecodeWork | None:
     # One transfer, and items first: they keep the alignment that lets a program read its item at once.
     host = np.concatenate((items_I4.ravel(), np.column_stack((row_N, first_N, count_N)).ravel())).astype(np.int32)
     items, rows = torch.from_numpy(host).to(layout.positions_T.device).split([items_I4.size, 3 * row_N.size])
-    return DecodeWork(items.view(-1, 4), rows.view(-1, 3))
+    return DecodeWork(items.view(-1, 4), rows.view(-1, 3), int(count_N.max()))
 
 
 def chunk_tiles(layout: BatchLayout, num_positions: int) -> torch.Tensor:
@@ -298,8 +305,11 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One split of one row for the query heads of one kv head."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0) // NUM_KV_HEADS
     head = tl.program_id(0) % NUM_KV_HEADS
     sequence = tl.load(items_ptr + item * 4)
@@ -361,6 +371,7 @@ def _fold_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Fold the splits of one row and head; WIDTH of them are read at a time."""
     index = tl.program_id(0) // NUM_HEADS
@@ -370,6 +381,8 @@ def _fold_kernel(
     count = tl.load(rows_ptr + index * 3 + 2)
     dim_D = tl.arange(0, HEAD_DIM)
     place = first.to(tl.int64) * NUM_HEADS + head
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     top = tl.load(tops_ptr + place)
     total = tl.load(totals_ptr + place)
     sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D)

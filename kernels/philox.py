@@ -21,10 +21,11 @@ MIN_ONE_MINUS_U: Final = 2.0**-24
 """Least value of 1 - u: bounds the noise from below, where single precision could not tell u from 1."""
 
 _WORD: Final = 2**32 - 1
+MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 # Both multipliers have their top bit set. Taken minus 2^32 they fit 32 signed bits, so that no product overflows int64;
 # the missing 2^32 times x is put back when the high word is formed.
-_MULTIPLIERS: Final = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
-_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+_SIGNED_MULTIPLIERS: Final = tuple(multiplier - 2**32 for multiplier in MULTIPLIERS)
 # Groups of one pass: the dozen temporaries of a round then stay in a core's cache, twice as fast as one pass over a
 # vocabulary of 150,000. An accelerator wants few launches instead.
 _CPU_TILE: Final = 2**14
@@ -50,10 +51,10 @@ def philox_4x32(counter_words: Sequence[Tensor], key_words: Sequence[Tensor]) ->
     rounds = torch.arange(NUM_ROUNDS, device=word_0.device)
     keys_0, keys_1 = (
         ((word.unsqueeze(-1) + rounds * step) & _WORD).unbind(-1)
-        for word, step in zip(key_words, _KEY_STEPS, strict=True)
+        for word, step in zip(key_words, KEY_STEPS, strict=True)
     )
     for key_0, key_1 in zip(keys_0, keys_1, strict=True):
-        product_0, product_2 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
+        product_0, product_2 = word_0 * _SIGNED_MULTIPLIERS[0], word_2 * _SIGNED_MULTIPLIERS[1]
         word_0, word_2 = (
             ((product_2 >> 32) + word_2) ^ word_1 ^ key_0,
             ((product_0 >> 32) + word_0) ^ word_3 ^ key_1,

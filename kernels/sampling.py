@@ -30,6 +30,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from paged.kernels.exponential import scaled_exponential
 from paged.kernels.philox import gumbel_noise
 
 NUM_CANDIDATES: Final = 1024
@@ -151,6 +152,11 @@ def sum_of_masses(logits_RV: Tensor, temperature_R: Tensor, row_max_R: Tensor, v
     """
     bits, rows = mass_bits(vocab_size), _tile_rows(logits_RV)
     columns = (logits_RV, row_max_R, _divisor(temperature_R))
+    if logits_RV.is_cuda and logits_RV.numel():
+        # Imported here because a CPU needs no Triton.
+        from paged.kernels.sampling_triton import mass_sums
+
+        return mass_sums(*columns, bits)
     tiles = zip(*(torch.split(column, rows) for column in columns), strict=True)
     sums = [_round_to_masses(_scale(*tile), bits).sum(1) for tile in tiles]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
@@ -361,6 +367,11 @@ def sample(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
         AssertionError: on another shape or type. Values are the caller's to check: looking would stall a device.
     """
     _check_columns(logits_RV, columns)
+    return (sample_on_card if logits_RV.is_cuda else sample_by_torch)(logits_RV, columns)
+
+
+def sample_by_torch(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
+    """``sample`` in plain torch: what a CPU runs, and the definition that the kernels repeat."""
     vocab_size = logits_RV.shape[1]
     state = _distribution(logits_RV, columns)
     tokens_R = _draw(state, columns).masked_fill_(state.nan_R, 0)
@@ -375,6 +386,22 @@ def sample(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
         logprobs = _finish(token_logprobs(*raw_rows), state.nan_R.index_select(0, adjusted), logits_RV.dtype)
         logprobs_R = logprobs_R.index_copy(0, adjusted, logprobs)
     return SampledRows(tokens_R, logprobs_R, behavior_R, state.nan_R)
+
+
+def sample_on_card(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
+    """``sample`` by Triton kernels, which never wait for the host."""
+    # Imported here because a CPU needs no Triton.
+    from paged.kernels.sampling_triton import sample_triton
+
+    bits = mass_bits(logits_RV.shape[1])
+    processed_RV = processed_logits(logits_RV, columns)
+    tokens_R, raw_R, behavior_R, nan_R = sample_triton(processed_RV, columns, bits)
+    tokens_R.masked_fill_(nan_R, 0)
+    if processed_RV is not logits_RV:
+        # In rows that nothing adjusts these are the numbers that were there before.
+        raw_R = token_logprobs(logits_RV, columns.temperature_R, tokens_R)
+    logprobs_R, behavior_R = (_finish(column, nan_R, logits_RV.dtype) for column in (raw_R, behavior_R))
+    return SampledRows(tokens_R, logprobs_R, behavior_R, nan_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,13 +566,14 @@ def _divisor(temperature_R: Tensor) -> Tensor:
 
 
 def _scale(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor) -> Tensor:
-    """(logit - max) / T in float64: subtracting first keeps the likeliest token at 0 exactly."""
-    return (logits_RV.to(torch.float64) - row_max_R.to(torch.float64).unsqueeze(1)).div_(divisor_R.unsqueeze(1))
+    """(logit - max) * (1 / T) in float64: subtracting first keeps the likeliest token at 0 exactly."""
+    inverse_R1 = divisor_R.reciprocal().unsqueeze(1)
+    return (logits_RV.to(torch.float64) - row_max_R.to(torch.float64).unsqueeze(1)).mul_(inverse_R1)
 
 
 def _round_to_masses(scaled_RV: Tensor, bits: int) -> Tensor:
     # The conversion truncates, which is floor here.
-    return scaled_RV.exp().mul_(2.0**bits).add_(0.5).to(torch.int64)
+    return scaled_exponential(scaled_RV, bits).add_(0.5).to(torch.int64)
 
 
 def _sum_of_masses(scaled_RV: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,46 @@
+"""The card's store: every row in its cell, rounded once, and nothing else touched."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from paged.kernels.kv_cache import LayerCache
+from paged.kernels.kv_cache_triton import store_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("model_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (3, 8)])
+def test_rows_come_to_their_cells(
+    model_dtype: torch.dtype, cache_dtype: torch.dtype, heads: int, head_dim: int
+) -> None:
+    if DEVICE == "cpu" and cache_dtype == torch.bfloat16:
+        pytest.skip("the interpreter cuts fp32 to bf16 instead of rounding it")
+    generator = torch.Generator().manual_seed(0)
+    before = [torch.randn(6, 4, heads, head_dim, generator=generator).to(cache_dtype) for _ in range(2)]
+    cache = LayerCache(*(x.to(DEVICE, copy=True) for x in before))
+    # Keys and values as they come out of one product: rows lie apart.
+    width = heads * head_dim
+    both = torch.randn(9, 2 * width, generator=generator).to(model_dtype)
+    key, value = (x.reshape(9, heads, head_dim) for x in both.to(DEVICE).split(width, dim=1))
+    cells = torch.tensor([23, 0, 5, 7, 22, 11, 12, 1, 2])
+    store_triton(cache, key, value, cells.to(DEVICE))
+    for rows, expected, stored in zip(both.split(width, dim=1), before, (cache.key, cache.value), strict=True):
+        expected.flatten(0, 1)[cells] = rows.reshape(9, heads, head_dim).to(cache_dtype)
+        assert torch.equal(stored.cpu(), expected)
+
+
+def test_no_rows() -> None:
+    cache = LayerCache(*(torch.zeros(1, 4, 2, 8, device=DEVICE) for _ in range(2)))
+    none = torch.zeros(0, 2, 8, device=DEVICE)
+    store_triton(cache, none, none, torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    assert not cache.key.any()

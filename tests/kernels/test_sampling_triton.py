@@ -1,0 +1,183 @@
+"""The card's sampling: the same tokens, sets and numbers as the torch twin, in Triton's interpreter and on a card."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+from paged.kernels import sampling_triton
+from paged.kernels.philox import gumbel_noise
+from paged.kernels.sampling import (
+    LogitBias,
+    Penalties,
+    SampledRows,
+    SamplingColumns,
+    sample_by_torch,
+    sample_on_card,
+    token_logprobs,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+QWEN_VOCAB = 151_936
+
+
+def logits_of(generator: np.random.Generator, num_rows: int, vocab_size: int, scale: float | None = None) -> torch.Tensor:
+    """Rows of all sorts: peaked and flat, with ties, with a thousand equal ones at the top, with -inf."""
+    scales = generator.choice([0.01, 1, 3, 8], (num_rows, 1)) if scale is None else scale
+    logits = generator.standard_normal((num_rows, vocab_size), dtype=np.float32) * scales
+    for row in range(num_rows if scale is None else 0):
+        sort = generator.integers(7)
+        if sort == 0:
+            logits[row] = np.round(logits[row])
+        elif sort == 1:
+            logits[row, generator.integers(vocab_size, size=vocab_size // 5)] = logits[row].max()
+        elif sort == 2:
+            logits[row, generator.random(vocab_size) < 0.5] = -np.inf
+            logits[row, generator.integers(vocab_size)] = 1.0
+        elif sort == 3:
+            logits[row] = 0.25
+        elif sort == 4:
+            logits[row, : vocab_size // 10] += 10
+    return torch.from_numpy(logits.astype(np.float32))
+
+
+def columns_of(generator: np.random.Generator, num_rows: int, vocab_size: int, asks: str) -> SamplingColumns:
+    """Columns with the features named in ``asks``, each in some rows only."""
+
+    def choose(*options: Any) -> np.ndarray:
+        return generator.choice(np.array(options), num_rows)
+
+    values: dict[str, Any] = {
+        "temperature_R": torch.from_numpy(choose(0.0, 0.6, 1.0, 1.7)),
+        "seeds_R": torch.from_numpy(generator.integers(-(2**63), 2**63, num_rows)),
+        "positions_R": torch.from_numpy(generator.integers(0, 40_000, num_rows)),
+    }
+    if "k" in asks:
+        values["top_k_R"] = torch.from_numpy(choose(0, 1, 17, 50, 1500, vocab_size - 1, 10**9))
+    if "p" in asks:
+        values["top_p_R"] = torch.from_numpy(choose(1.0, 0.999, 0.95, 0.5, 0.0))
+    if "m" in asks:
+        values["min_p_R"] = torch.from_numpy(choose(0.0, 1e-6, 0.01, 0.3, 1.0))
+    if "a" in asks:
+        rows = np.flatnonzero(generator.random(num_rows) < 0.4)
+        size = (len(rows), vocab_size)
+        values["penalties"] = Penalties(
+            rows_P=torch.from_numpy(rows),
+            repetition_P=torch.from_numpy(generator.choice([1.0, 1.3, 0.8], len(rows))),
+            presence_P=torch.from_numpy(generator.choice([0.0, 0.7, -0.4], len(rows))),
+            frequency_P=torch.from_numpy(generator.choice([0.0, 0.3, -0.1], len(rows))),
+            output_counts_PV=torch.from_numpy(generator.poisson(0.4, size).astype(np.int32)),
+            prompt_mask_PV=torch.from_numpy(generator.random(size) < 0.2),
+        )
+        biased = np.flatnonzero(generator.random(num_rows) < 0.3)
+        values["bias"] = LogitBias(
+            rows_N=torch.from_numpy(biased),
+            token_ids_N=torch.from_numpy(generator.integers(vocab_size, size=len(biased))),
+            values_N=torch.from_numpy(generator.normal(size=len(biased)) * 3),
+        )
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(DEVICE)
+        return type(value)(**{name: getattr(value, name).to(DEVICE) for name in value.__dataclass_fields__})
+
+    return SamplingColumns(**{name: move(value) for name, value in values.items()})
+
+
+def assert_equal(ours: SampledRows, twin: SampledRows) -> None:
+    assert torch.equal(ours.nan_R, twin.nan_R)
+    assert torch.equal(ours.tokens_R, twin.tokens_R)
+    for name in ("logprobs_R", "behavior_logprobs_R"):
+        torch.testing.assert_close(getattr(ours, name), getattr(twin, name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts and lists small enough that a few thousand tokens fill several."""
+    for name, value in (("PART", 512), ("CANDIDATES", 256), ("HALF_BRACKET", 64)):
+        monkeypatch.setattr(sampling_triton, name, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("vocab_size", "asks"), [(5, "kpm"), (1500, ""), (1500, "k"), (1501, "pa"), (1501, "kpm")])
+def test_rows_equal_the_twin(small_parts: None, vocab_size: int, asks: str, dtype: torch.dtype) -> None:
+    generator = np.random.default_rng(vocab_size)
+    logits = logits_of(generator, 6, vocab_size).to(dtype)
+    logits[1, 0], logits[3] = torch.nan, -torch.inf
+    columns = columns_of(generator, 6, vocab_size, asks)
+    ours, twin = (draw(logits.to(DEVICE), columns) for draw in (sample_on_card, sample_by_torch))
+    assert ours.nan_R.tolist() == [row in (1, 3) for row in range(6)]
+    assert_equal(ours, twin)
+
+
+@triton.jit
+def _noise_kernel(words_ptr, rough_ptr, exact_ptr, SIZE: tl.constexpr, FAST_LOG: tl.constexpr):
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    word = tl.load(words_ptr + place).to(tl.uint32)
+    tl.store(rough_ptr + place, sampling_triton._rough_noise(word, FAST_LOG))
+    tl.store(exact_ptr + place, sampling_triton._exact_noise(word))
+
+
+def test_rough_noise_keeps_its_margin() -> None:
+    """The draw is exact because the rough noise is never off by as much as the margin assumes."""
+    ends = torch.arange(2**14)
+    around = 2**27 + torch.arange(-(2**13), 2**13)
+    powers = torch.cat([2**bits + torch.arange(-64, 64) for bits in range(7, 32)])
+    words = torch.cat((ends, 2**32 - 1 - ends, around, powers, torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, 2**18))))
+    words = words[: len(words) // 1024 * 1024].to(DEVICE)
+    rough = torch.empty(len(words), dtype=torch.float32, device=DEVICE)
+    exact = torch.empty(len(words), dtype=torch.float64, device=DEVICE)
+    _noise_kernel[(len(words) // 1024,)](words, rough, exact, SIZE=1024, FAST_LOG=DEVICE == "cuda", enable_fp_fusion=False)
+    worst = (rough.double() - exact).abs().max()
+    assert worst < sampling_triton.MARGIN / 8, worst
+    one_minus_u = (1 - 2.0**-33 - words.double() * 2.0**-32).clamp_min(2.0**-24)
+    assert (exact + (-one_minus_u.log()).log()).abs().max() < 1e-13
+    assert len(gumbel_noise(words[:1], words[:1], 4)) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel has read the margin already")
+def test_draws_too_close_to_tell_are_computed(small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a margin that nearly all tokens fall into, every row takes the exact path and draws the same."""
+    generator = np.random.default_rng(3)
+    logits = logits_of(generator, 6, 1500, 1.0).to(DEVICE)
+    columns = columns_of(generator, 6, 1500, "p")
+    expected = sample_by_torch(logits, columns)
+    assert_equal(sample_on_card(logits, columns), expected)
+    monkeypatch.setattr(sampling_triton, "_MARGIN", tl.constexpr(8.0))
+    assert_equal(sample_on_card(logits, columns), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
+@pytest.mark.parametrize("asks", ["", "k", "p", "m", "kp", "kpm", "pa"])
+@pytest.mark.parametrize("scale", [None, 1.0, 3.0])
+def test_full_rows_equal_the_twin(asks: str, scale: float | None) -> None:
+    generator = np.random.default_rng(7)
+    logits = logits_of(generator, 40, QWEN_VOCAB, scale).to(DEVICE)
+    columns = columns_of(generator, 40, QWEN_VOCAB, asks)
+    ours = sample_on_card(logits, columns)
+    assert_equal(ours, sample_by_torch(logits, columns))
+    logprobs = token_logprobs(logits, columns.temperature_R, ours.tokens_R)
+    assert torch.equal(logprobs, ours.logprobs_R)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
+def test_a_card_gives_the_masses_of_the_cpu() -> None:
+    """Nothing in a mass but products, sums and roundings: the sums agree across devices to the bit."""
+    logits = logits_of(np.random.default_rng(8), 8, QWEN_VOCAB)
+    temperature = torch.tensor([0.6, 1.0, 1.7, 0.0] * 2, dtype=torch.float64)
+    ids = torch.arange(8)
+    on_cpu = token_logprobs(logits, temperature, ids)
+    assert torch.equal(token_logprobs(logits.to(DEVICE), temperature.to(DEVICE), ids.to(DEVICE)).cpu(), on_cpu)
