@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 
 MODES = ("invariant", "fast")
+
+KERNEL_ORDERS = 1
+"""Counts up when a kernel for the card forms a sum in another order than before."""
 REDUCE_DTYPES = ("model", "float32")
 
 
@@ -91,7 +94,11 @@ class Numerics:
             facts["device"] = ["cpu", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
             facts["bits"] = self._cpu_bits(dtype)
         else:
+            # Imported here because a CPU needs no Triton.
+            import triton
+
             facts["device"] = [device.type, list(torch.cuda.get_device_capability(device))]
+            facts["kernels"] = [triton.__version__, KERNEL_ORDERS]
         text = json.dumps(facts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
