@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 MODES = ("invariant", "fast")
+REDUCE_DTYPES = ("model", "float32")
 
 KERNEL_ORDERS = 1
 """Counts up when a kernel for the card forms a sum in another order than before."""
-REDUCE_DTYPES = ("model", "float32")
 
 
 @dataclass(frozen=True, slots=True)
