@@ -35,9 +35,13 @@ def follow_launch(launch: Launch) -> None:
 
     Whether all went well is for rank 0 to say: whoever has started the processes would end it for another's failure.
     """
-    _leave_signals_to_rank_0()
+    # While there is no engine, whoever has started the processes may end this one.
+    end = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while (link := launch.join()) is not None:
+        _leave_signals_to_rank_0()
         serve(link)
+        signal.signal(signal.SIGTERM, end)
 
 
 def serve(link: Link) -> int:

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tp_tools import SPECS, VOCAB, Came, is_there, pids, run, save_model, state_dict, tp_engine, workload
 
-from engine_tools import Arrival, essences, random_prompt
+from engine_tools import Arrival, essences, random_prompt, save_tokenizer
 from oracles import random_folder
-from paged import CompletionOutput, Engine, SamplingParams
+from paged import CompletionOutput, Engine, SamplingParams, engine_ranks
+from paged.core.scheduler import NonFiniteLogitsError
 from paged.core.sharding import local_spec
 from paged.model.checkpoint import CheckpointError
 from paged.runner.kv_cache import KVCache
+from paged.runner.launched import Launch
 
 # Fields of the engine, and whether all prompts begin alike.
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -31,7 +34,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 SHARED = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
-PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 6]
+PROMPTS = [[1, 2, 3], [4, 5, 6, 11, 8], [9] * 6]
 
 
 @dataclass
@@ -180,16 +183,26 @@ def test_a_rank_holds_its_share_of_keys_and_values(runs: Callable[..., Runs], tp
 
 
 @pytest.fixture(scope="module")
-def pair(folders: dict[str, Path]) -> Iterator[Engine]:
+def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer, of which token 7 is no number."""
+    folder = save_model(tmp_path_factory.mktemp("readable") / "model")
+    weights = state_dict()
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    return save_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(readable: Path) -> Iterator[Engine]:
     """An engine over two ranks that several tests share; none of them may break it."""
-    engine = tp_engine(folders["qwen3"], 2, dtype="float32", tp_timeout_s=20)
+    engine = tp_engine(readable, 2, dtype="float32", tp_timeout_s=20)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def single(folders: dict[str, Path]) -> Engine:
-    return tp_engine(folders["qwen3"], 1, dtype="float32")
+def single(readable: Path) -> Engine:
+    return tp_engine(readable, 1, dtype="float32")
 
 
 def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -269,6 +282,41 @@ def test_a_refused_request_leaves_all_ranks_as_they_were(pair: Engine, single: E
     assert answers(pair) == answers(single)
 
 
+def test_logits_that_are_no_numbers_end_their_requests_on_all_ranks(pair: Engine, single: Engine) -> None:
+    params = [GREEDY, SamplingParams(temperature=1.0, seed=2, max_tokens=6), GREEDY]
+    outcomes = []
+    for engine in (pair, single):
+        results = engine.generate([[1, 2, 3], [4, 7], [7, 5]], params, use_tqdm=False)
+        outcomes.append([(result.outputs[0].token_ids, result.outputs[0].finish_reason) for result in results])
+        engine.add_request([7, 1], GREEDY, "bad")
+        engine.add_request([2, 1], GREEDY, "good")
+        with pytest.raises(NonFiniteLogitsError) as caught:
+            step_to_the_end(engine)
+        assert [request.id for request in caught.value.requests] == ["bad"]
+        engine.abort("bad")
+        outcomes[-1].append((step_to_the_end(engine), "good"))
+        assert not engine.has_unfinished
+    assert outcomes[0] == outcomes[1]
+    assert [reason for _, reason in outcomes[0]] == ["length", "error", "error", "good"]
+
+
+def step_to_the_end(engine: Engine) -> list[int]:
+    tokens = []
+    while engine.has_unfinished:
+        tokens += [token for update in engine.step() for token in update.token_ids]
+    return tokens
+
+
+def test_a_stop_text_ends_a_sample_on_all_ranks(pair: Engine, single: Engine) -> None:
+    (free,) = single.generate("abc", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    stop = free.outputs[0].text[4:6]
+    params = SamplingParams(temperature=0, max_tokens=12, stop=stop)
+    one, two = (engine.generate("abc", params, use_tqdm=False)[0].outputs[0] for engine in (single, pair))
+    assert decisions(one) == decisions(two)
+    assert (two.finish_reason, two.stop_reason) == ("stop", stop)
+    assert 0 < len(two.token_ids) < 12
+
+
 def test_new_weights_reach_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     """A state dict and a folder; what does not suit changes no rank; requests go on under the new ones."""
     other = save_model(tmp_path / "other", SPECS["qwen3"], seed=2)
@@ -290,9 +338,7 @@ def test_new_weights_reach_all_ranks(folders: dict[str, Path], tmp_path: Path) -
         engine.add_request([1, 2, 3], GREEDY, "live")
         tokens = [token for _ in range(3) for update in engine.step() for token in update.token_ids]
         assert engine.load_weights(other) == 3
-        while engine.has_unfinished:
-            tokens += [token for update in engine.step() for token in update.token_ids]
-        assert len(tokens) == 10
+        assert len(tokens + step_to_the_end(engine)) == 10
     finally:
         engine.close()
     engine.close()
@@ -320,6 +366,27 @@ def test_a_mistake_is_one_sentence(folders: dict[str, Path], fields: dict[str, A
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         tp_engine(folders["qwen3"], **{"tp": 2, **fields})
     assert str(caught.value) == sentence
+
+
+def test_each_rank_has_a_card_of_its_own(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    with pytest.raises(ValueError, match=r"^tp must be at most the number of GPUs here, 3, not 4; or use device=cpu$"):
+        tp_engine(folders["qwen3"], 4, device="cuda")
+    cards = engine_ranks._devices(torch.device("cuda"), 2, None)
+    assert cards == [torch.device("cuda:2"), torch.device("cuda:0")], "the current one is rank 0's"
+    launched = engine_ranks._devices(torch.device("cuda"), 6, Launch(0, 6, 3))
+    assert launched == [torch.device("cuda", number) for number in (0, 1, 2, 0, 1, 2)]
+
+
+def test_ranks_share_the_cores_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(engine_ranks.os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [engine_ranks._num_threads(ranks) for ranks in (2, 3, 16)] == [4, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert engine_ranks._num_threads(2) == 8
 
 
 @pytest.mark.oracle
