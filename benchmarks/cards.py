@@ -173,8 +173,8 @@ def collectives(ranks: int, device_name: str) -> tuple[dict[str, dict[int, float
     return out.get()
 
 
-def generate(spec: ModelSpec, prompts: list[list[int]], tp: int, device: str) -> tuple[list[list[int]], float]:
-    """Greedy tokens of every prompt, and the most bytes that rank 0 held."""
+def generate(spec: ModelSpec, prompts: list[list[int]], tp: int, device: str) -> list[list[int]]:
+    """Greedy tokens of every prompt; prints the throughput and the most memory that each rank held."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     config = EngineConfig(weights="dummy", device=device, max_num_seqs=8, max_seq_len=1024, num_blocks=512)
@@ -184,9 +184,9 @@ def generate(spec: ModelSpec, prompts: list[list[int]], tp: int, device: str) ->
         start = time.perf_counter()
         outputs = engine.generate(prompts, params, use_tqdm=False)
         elapsed_s = time.perf_counter() - start
-        peak = engine.metrics()["peak_device_bytes"]
-        print(f"tp={tp}: {8 * NUM_TOKENS / elapsed_s:.0f} tokens/s, peak of rank 0 {peak / 1e9:.2f} GB")
-        return [output.outputs[0].token_ids for output in outputs], peak
+        peaks = ", ".join(f"{peak / 1e9:.2f}" for peak in engine.peak_bytes_by_rank())
+        print(f"tp={tp}: {8 * NUM_TOKENS / elapsed_s:.0f} tokens/s, peak GB by rank {peaks}")
+        return [output.outputs[0].token_ids for output in outputs]
     finally:
         engine.close()
 
@@ -284,8 +284,8 @@ def main() -> int:
     spec = QWEN3_8B if device == "cuda" else SMALL
     numbers = random.Random(0)
     prompts = [[numbers.randrange(spec.vocab_size) for _ in range(numbers.randrange(16, 129))] for _ in range(8)]
-    sharded, _ = generate(spec, prompts, ranks, device)
-    whole, _ = generate(spec, prompts, 1, device)
+    sharded = generate(spec, prompts, ranks, device)
+    whole = generate(spec, prompts, 1, device)
     model = reference(spec, device)
     theirs = greedy(model, prompts, device)
     agree = [

@@ -8,12 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged.core.agreement import TPDesyncError, TPError
 from paged.core.request import SamplingParams
 
 if TYPE_CHECKING:
     from paged.engine import CompletionOutput, Engine, EngineConfig, RequestOutput, SampleUpdate
 
-__all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate", "SamplingParams"]
+__all__ = [
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SampleUpdate",
+    "SamplingParams",
+    "TPDesyncError",
+    "TPError",
+]
 
 # `sim/`, `kernels/` and `conf/` are packaged as paged.sim, ...; inside a clone that is not installed they lie
 # beside this folder.
