@@ -35,8 +35,8 @@ CHUNK_WARPS = 8
 CHUNK_STAGES = 2
 DECODE_WARPS = 4
 DECODE_STAGES = 2
-FOLD_DIMS = 32
-FOLD_SPLITS = (4, 32)
+# Splits read at a time and dimensions of a program, for rows with few splits and with many.
+FOLDS = ((4, 256), (32, 32))
 
 
 def supported(q_THD: torch.Tensor, cache: LayerCache) -> bool:
@@ -128,7 +128,8 @@ def decode_attention(
         num_stages=DECODE_STAGES,
         enable_fp_fusion=False,
     )
-    width = min(head_dim, FOLD_DIMS)
+    splits, width = FOLDS[work.most_splits > 1 + FOLDS[0][0]]
+    width = min(head_dim, width)
     _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width)](
         sums_IHD,
         tops_IH,
@@ -139,7 +140,7 @@ def decode_attention(
         NUM_HEADS=q_THD.shape[1],
         HEAD_DIM=head_dim,
         DIMS=width,
-        SPLITS=FOLD_SPLITS[work.most_splits > 1 + FOLD_SPLITS[0]],
+        SPLITS=splits,
         CHAINED=chained,
         num_warps=1,
         enable_fp_fusion=False,

@@ -42,9 +42,12 @@ CANDIDATES: Final = 8192
 HALF_BRACKET: Final = 2048
 """Tokens that the bracket is to hold on either side of the guess."""
 MARGIN: Final = 2.0**-11
+DRAW_WARPS: Final = 8
+WEIGH_WARPS: Final = 8
 
 # Exponents below this have mass 0, whatever the number of binary digits.
 _NO_MASS = tl.constexpr(-50.0)
+_LEAST_LOGIT = tl.constexpr(-3e38)
 _LOG2_E = tl.constexpr(LOG2_E)
 _MIN_ONE_MINUS_U = tl.constexpr(MIN_ONE_MINUS_U)
 _MARGIN = tl.constexpr(MARGIN)
@@ -59,14 +62,15 @@ _WHOLE = tl.constexpr(2.0**52)
 _WHOLE_BITS = tl.constexpr(1075 << 52)
 # Tokens whose 1 - u is less get the noise of this, which is higher: fp32 cannot tell theirs well enough.
 _ROUGH_ONE_MINUS_U = tl.constexpr(2.0**-12)
-_BINS = tl.constexpr(256)
-_BINS_PER_UNIT = tl.constexpr(8.0)
+_BINS = tl.constexpr(128)
+_BINS_PER_UNIT = tl.constexpr(4.0)
 _ALL = tl.constexpr(2**31 - 1)
 # Beyond this reciprocal of a temperature fp32 scores are not to be trusted.
 _STEEPEST = tl.constexpr(1e30)
 _WORD_UNIT = tl.constexpr(2.0**-32)
 _HALF_WORD_BELOW_1 = tl.constexpr(1 - 2.0**-33)
 _LN_2 = tl.constexpr(math.log(2))
+_LOG_LOG_2 = tl.constexpr(-math.log(math.log(2)))
 
 
 def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int) -> Tensor:
@@ -77,7 +81,7 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int
     if num_rows:
         _mass_kernel[(num_parts, num_rows)](
             logits_RV, row_max_R, divisor_R, mass_RP, logits_RV.stride(0), vocab_size,
-            BITS=bits, PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=8, enable_fp_fusion=False,
+            BITS=bits, PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=WEIGH_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return mass_RP.sum(1)
 
@@ -145,31 +149,36 @@ def sample_triton(
         _bracket_kernel[(num_rows,)](
             logits_RV, max_RP, columns.temperature_R, *wanted, high_RC, bounds_R2, *shape, num_parts,
             PARTS=parts, PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
-            **asks, num_warps=8, enable_fp_fusion=False,
+            **asks, num_warps=16, enable_fp_fusion=False,
         )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, columns.temperature_R, min_p_R, max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
-            listed_R, list_logit, list_id, *shape, num_parts,
-            BITS=bits, MIN_P=asks["MIN_P"], CANDIDATES=CANDIDATES, LISTS=True, num_warps=16, **sizes,
+            *shape, num_parts, BITS=bits, MIN_P=asks["MIN_P"], TRUNCATES=True, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
-        _cut_kernel[(num_rows,)](
-            logits_RV, columns.temperature_R, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP,
-            listed_R, list_logit, list_id, last_R, last_id_R, kept_R, *shape, num_parts,
-            PARTS=parts, BITS=bits, CANDIDATES=CANDIDATES, CHUNK=4096, **asks, num_warps=16, enable_fp_fusion=False,
-        )  # fmt: skip
+        _list_kernel[grid](
+            logits_RV, bounds_R2, listed_R, list_logit, list_id, *shape, CANDIDATES=CANDIDATES, num_warps=16, **sizes
+        )
+        # Most lists are short: a first pass that holds half of one needs so few registers that no row has to wait.
+        is_cut_R = empty(num_rows, dtype=torch.bool)
+        for held, is_last in ((CANDIDATES // 2, False), (CANDIDATES, True)):
+            _cut_kernel[(num_rows,)](
+                logits_RV, columns.temperature_R, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP,
+                listed_R, list_logit, list_id, is_cut_R, last_R, last_id_R, kept_R, *shape, num_parts,
+                PARTS=parts, BITS=bits, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096, **asks,
+                num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
+            )  # fmt: skip
         _draw_kernel[grid](
-            *rows, max_RP, last_R, last_id_R, *draws, *shape, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes
+            *rows, max_RP, last_R, last_id_R, *draws, *shape, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes
         )  # fmt: skip
     else:
         last_R, last_id_R, kept_R = max_RP, max_id_RP, mass_RP
         _scan_kernel[grid](
             *rows, max_RP, max_id_RP, *draws, max_RP, *shape,
-            DRAW=True, CLUSTERS=False, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
+            DRAW=True, CLUSTERS=False, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, columns.temperature_R, min_p_R, max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
-            max_id_RP, max_RP, max_id_RP, *shape, num_parts,
-            BITS=bits, MIN_P=False, CANDIDATES=CANDIDATES, LISTS=False, num_warps=8, **sizes,
+            *shape, num_parts, BITS=bits, MIN_P=False, TRUNCATES=False, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
         *rows, max_RP, max_id_RP, mass_RP, last_R, last_id_R, kept_R, *draws, tokens_R, raw_R, behavior_R, nan_R,
@@ -200,6 +209,9 @@ def _is_finite(x):
 @triton.jit
 def _masses(logits, row_max, inverse, BITS: tl.constexpr):
     """Masses int64 of logits; the twin's operations one by one (``scaled_exponential`` and what stands around it)."""
+    # What weighs nothing counts as the highest logit that surely does; the twin bounds the exponent instead.
+    nothing = (row_max.to(tl.float64) + 1.0 / inverse * _NO_MASS).to(logits.dtype)
+    logits = tl.maximum(logits, tl.maximum(nothing, _LEAST_LOGIT))
     x = (logits.to(tl.float64) - row_max.to(tl.float64)) * inverse
     y = x * _LOG2_E
     shifted = y + _ROUNDER
@@ -217,9 +229,7 @@ def _masses(logits, row_max, inverse, BITS: tl.constexpr):
     root = root * root
     # The product with a power of two, by the exponent's bits.
     scaled = (root.to(tl.int64, bitcast=True) + ((whole + BITS).to(tl.int64) << 52)).to(tl.float64, bitcast=True)
-    mass = (scaled + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
-    # Far below any mass, and where the steps above would leave their range (the twin bounds its argument instead).
-    return tl.where(logits - row_max >= (1.0 / inverse * _NO_MASS).to(logits.dtype), mass, 0)
+    return (scaled + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
 
 
 @triton.jit
@@ -231,13 +241,14 @@ def _log2(x, FAST_LOG: tl.constexpr):
 
 
 @triton.jit
-def _rough_noise(word, FAST_LOG: tl.constexpr):
-    """Gumbel noise of a random word in fp32: higher than the contract's or lower by less than MARGIN / 8."""
+def _rough_score(x, word, FAST_LOG: tl.constexpr):
+    """``x`` plus the Gumbel noise of a random word in fp32: higher than the contract's or lower by less than MARGIN / 8."""
     u = tl.fma(word.to(tl.float32), _WORD_UNIT, 0.5 * _WORD_UNIT)
-    # 1 - u cannot be told from 1 where u is small; there -log(1 - u) is its series.
-    small = u * tl.fma(u, tl.fma(u, 0.33333334, 0.5), 1.0)
-    large = _log2(tl.maximum(1.0 - u, _ROUGH_ONE_MINUS_U), FAST_LOG) * -_LN_2
-    return _log2(tl.where(u < 0.03125, small, large), FAST_LOG) * -_LN_2
+    # -log2(1 - u). 1 - u cannot be told from 1 where u is small; there it is a series, 1.4427 being log2(e).
+    small = u * tl.fma(u, tl.fma(u, 0.48089835, 0.72134752), 1.44269504)
+    large = -_log2(tl.maximum(1.0 - u, _ROUGH_ONE_MINUS_U), FAST_LOG)
+    # -log(-log(1 - u)) = -log(2) * log2(-log2(1 - u)) - log(log(2))
+    return tl.fma(_log2(tl.where(u < 0.03125, small, large), FAST_LOG), -_LN_2, x)
 
 
 @triton.jit
@@ -309,15 +320,15 @@ def _rough_draw(
     Of a single one the sum gives the place; several sum to PART / 2 or more.
     """
     steep = tl.minimum(inverse, _STEEPEST).to(tl.float32)
-    x0, x1, x2, x3 = _columns_of_four(((x_G4 - base).to(tl.float32)) * steep, PART // 4)
+    x0, x1, x2, x3 = _columns_of_four((x_G4 - base).to(tl.float32) * steep, PART // 4)
     w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_G)
-    s0 = x0 + _rough_noise(w0, FAST_LOG)
-    s1 = x1 + _rough_noise(w1, FAST_LOG)
-    s2 = x2 + _rough_noise(w2, FAST_LOG)
-    s3 = x3 + _rough_noise(w3, FAST_LOG)
+    s0 = _rough_score(x0, w0, FAST_LOG)
+    s1 = _rough_score(x1, w1, FAST_LOG)
+    s2 = _rough_score(x2, w2, FAST_LOG)
+    s3 = _rough_score(x3, w3, FAST_LOG)
     score_G = tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))
     best = tl.max(score_G)
-    return best, tl.sum(tl.where(score_G >= best - _MARGIN, PART // 4 + tl.arange(0, PART // 4), 0))
+    return best + _LOG_LOG_2, tl.sum(tl.where(score_G >= best - _MARGIN, PART // 4 + tl.arange(0, PART // 4), 0))
 
 
 @triton.jit
@@ -501,23 +512,21 @@ def _bracket_kernel(
 
 @triton.jit
 def _weigh_kernel(
-    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
-    listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
-    ALIGNED: tl.constexpr, BITS: tl.constexpr, MIN_P: tl.constexpr, CANDIDATES: tl.constexpr, LISTS: tl.constexpr,
+    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr, stride,
+    vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
+    MIN_P: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part's masses: all; with LISTS also those above the bracket and those min_p keeps, and the list."""
+    """Sums of a part's masses: all; with TRUNCATES also those above the bracket, and those that min_p keeps."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     place = row * PARTS + part
     x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     mass_G4 = _masses(x_G4, _row_max(max_ptr, row, num_parts, PARTS), _inverse(temperature_ptr, row), BITS)
     tl.store(mass_ptr + place, tl.sum(tl.sum(mass_G4, 1)))
-    if LISTS:
+    if TRUNCATES:
         element: tl.constexpr = logits_ptr.dtype.element_ty
-        low = tl.load(bounds_ptr + row * 2)
-        high = tl.load(bounds_ptr + row * 2 + 1)
         rows_apart = tl.num_programs(1) * PARTS
-        above_G4 = x_G4 >= high
+        above_G4 = x_G4 >= tl.load(bounds_ptr + row * 2 + 1)
         tl.store(masses_ptr + place, tl.sum(tl.sum(tl.where(above_G4, mass_G4, 0), 1)))
         if MIN_P:
             likely_G4 = (mass_G4 >= _least_mass(min_p_ptr, row, BITS)) & (id_G4 < vocab_size)
@@ -526,21 +535,29 @@ def _weigh_kernel(
             least_G4 = tl.where(likely_G4, x_G4, tl.full([], float("inf"), element))
             tl.store(least_ptr + place, tl.min(tl.min(least_G4, 1)))
         tl.store(counts_ptr + place, tl.sum(tl.sum(above_G4.to(tl.int32), 1)))
-        listed_G4 = (x_G4 >= low) & (x_G4 < high) & (id_G4 < vocab_size)
-        listed_G = tl.sum(listed_G4.to(tl.int32), 1)
-        count = tl.sum(listed_G)
-        if count > 0:
-            first = tl.atomic_add(listed_ptr + row, count)
-            slot_G = first + tl.cumsum(listed_G, 0) - listed_G
-            # Read anew: kept until here, logits and masses together would not fit the registers.
-            x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
-            listed_G4 = (x_G4 >= low) & (x_G4 < high) & (id_G4 < vocab_size)
-            within_G4 = tl.cumsum(listed_G4.to(tl.int32), 1) - listed_G4.to(tl.int32)
-            slot_G4 = slot_G[:, None] + within_G4
-            stored_G4 = listed_G4 & (slot_G4 < CANDIDATES)
-            here_G4 = row.to(tl.int64) * CANDIDATES + slot_G4
-            tl.store(list_logit_ptr + here_G4, x_G4, stored_G4)
-            tl.store(list_id_ptr + here_G4, id_G4, stored_G4)
+
+
+@triton.jit
+def _list_kernel(
+    logits_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, PARTS: tl.constexpr,
+    PART: tl.constexpr, ALIGNED: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Append a part's tokens inside the bracket to the row's list, in no certain order, and count them all."""
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
+    listed_G4 = (x_G4 >= tl.load(bounds_ptr + row * 2)) & (x_G4 < tl.load(bounds_ptr + row * 2 + 1))
+    listed_G4 = listed_G4 & (id_G4 < vocab_size)
+    listed_G = tl.sum(listed_G4.to(tl.int32), 1)
+    count = tl.sum(listed_G)
+    if count > 0:
+        first = tl.atomic_add(listed_ptr + row, count)
+        slot_G = first + tl.cumsum(listed_G, 0) - listed_G
+        slot_G4 = slot_G[:, None] + tl.cumsum(listed_G4.to(tl.int32), 1) - listed_G4.to(tl.int32)
+        stored_G4 = listed_G4 & (slot_G4 < CANDIDATES)
+        first_of_row = row.to(tl.int64) * CANDIDATES
+        tl.store(list_logit_ptr + first_of_row + slot_G4, x_G4, stored_G4)
+        tl.store(list_id_ptr + first_of_row + slot_G4, id_G4, stored_G4)
 
 
 @triton.jit
@@ -618,18 +635,24 @@ def _taken(needed, count, mass, tie_mass, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, id_N, mass_N, exists_N):
+def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, mass_N, exists_N, id_N_ptr):
     """The shortest prefix of the order with ``needed`` tokens, or that mass: its last logit, last id and mass.
 
-    It must end among the N candidates; ``above_count`` and ``above_mass`` are those of the tokens above all of them.
+    It must end among the N candidates, whose ids are read where equal ones need them; ``above_count`` and ``above_mass`` are those of the tokens above all of them.
     """
     wide: tl.constexpr = key_N.dtype == tl.uint64
     value_N = mass_N if BY_MASS else exists_N.to(tl.int64)
     start = above_mass if BY_MASS else above_count.to(tl.int64)
     # The greatest key such that what is not below it suffices, two bits at a time.
-    key = tl.zeros([], key_N.dtype)
+    ones = tl.full([], 2**64 - 1 if wide else 2**32 - 1, key_N.dtype)
+    highest = tl.max(tl.where(exists_N, key_N, 0))
+    differ = highest ^ tl.min(tl.where(exists_N, key_N, ones))
     unit = tl.full([], 1 << (62 if wide else 30), key_N.dtype)
-    for _ in range(32 if wide else 16):
+    while (unit > differ) & (unit > 1):
+        unit = unit >> 2
+    # All candidates agree above the digit of ``unit``.
+    key = highest & (ones ^ (unit * 4 - 1))
+    while unit > 0:
         sum1, sum2, sum3 = _sums_from(key_N, value_N, key, unit)
         digit = (start + sum1 >= needed).to(key_N.dtype) + (start + sum2 >= needed) + (start + sum3 >= needed)
         key += unit * digit
@@ -642,6 +665,7 @@ def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, 
     last_id = tl.zeros([], tl.int32) + _ALL
     if taken < tl.sum(equal_N.to(tl.int64)):
         # The lowest id up to which there are enough of the equal ones.
+        id_N = tl.load(id_N_ptr, exists_N, 0)
         last_id = tl.zeros([], tl.int32)
         step = tl.full([], 1 << 30, tl.int32)
         while step > 0:
@@ -719,65 +743,75 @@ def _search_row(
 @triton.jit
 def _cut_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
-    listed_ptr, list_logit_ptr, list_id_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size, num_parts,
-    PARTS: tl.constexpr, BITS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size, num_parts,
+    PARTS: tl.constexpr, BITS: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr,
+    CHUNK: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
-    """Last kept token of a row and the mass of all kept ones."""
+    """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; IS_LAST goes to the row itself."""
     row = tl.program_id(0)
-    row_max = _row_max(max_ptr, row, num_parts, PARTS)
-    inverse = _inverse(temperature_ptr, row)
-    part_P = tl.arange(0, PARTS)
-    exists_P = part_P < num_parts
-    place_P = row * PARTS + part_P
-    rows_apart = tl.num_programs(0) * PARTS
-    last = tl.full([], float("-inf"), logits_ptr.dtype.element_ty)
-    last_id = tl.zeros([], tl.int32) + _ALL
-    kept = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
-    if _is_finite(row_max):
-        limit = vocab_size.to(tl.int64)
-        if MIN_P:
-            limit = tl.sum(tl.load(counts_ptr + rows_apart + place_P, exists_P, 0)).to(tl.int64)
-            kept = tl.sum(tl.load(masses_ptr + rows_apart + place_P, exists_P, 0))
-            last = tl.min(tl.load(least_ptr + place_P, exists_P, float("inf")))
-        above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0)).to(tl.int64)
-        above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
-        # A list that did not hold all tokens of its bracket is of no use.
-        listed = tl.load(listed_ptr + row)
-        listed = tl.where(listed <= CANDIDATES, listed, 0)
-        place_N = tl.arange(0, CANDIDATES)
-        exists_N = place_N < listed
-        here_N = row.to(tl.int64) * CANDIDATES + place_N
-        x_N = tl.load(list_logit_ptr + here_N, exists_N, float("-inf"))
-        id_N = tl.load(list_id_ptr + here_N, exists_N, 0)
-        key_N = _key(x_N)
-        mass_N = tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0)
-        if TOP_K:
-            top_k = tl.load(top_k_ptr + row)
-            if (top_k > 0) & (top_k < limit):
-                if (above_count < top_k) & (top_k <= above_count + listed):
-                    last, last_id, kept = _search_list(
-                        top_k, above_count, above_mass, False, key_N, id_N, mass_N, exists_N
-                    )
-                else:
-                    last, last_id, kept = _search_row(
-                        top_k, False, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
-                    )
-        if TOP_P:
-            top_p = tl.load(top_p_ptr + row)
-            if top_p < 1:
-                needed = _nucleus_mass(kept, top_p)
-                if (above_mass < needed) & (needed <= above_mass + tl.sum(mass_N)):
-                    last, last_id, kept = _search_list(
-                        needed, above_count, above_mass, True, key_N, id_N, mass_N, exists_N
-                    )
-                else:
-                    last, last_id, kept = _search_row(
-                        needed, True, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
-                    )
-    tl.store(last_ptr + row, last)
-    tl.store(last_id_ptr + row, last_id)
-    tl.store(kept_ptr + row, kept)
+    listed = tl.load(listed_ptr + row)
+    is_open = True
+    if IS_LAST:
+        is_open = ~tl.load(is_cut_ptr + row)
+    if is_open:
+        row_max = _row_max(max_ptr, row, num_parts, PARTS)
+        inverse = _inverse(temperature_ptr, row)
+        part_P = tl.arange(0, PARTS)
+        exists_P = part_P < num_parts
+        place_P = row * PARTS + part_P
+        rows_apart = tl.num_programs(0) * PARTS
+        last = tl.full([], float("-inf"), logits_ptr.dtype.element_ty)
+        last_id = tl.zeros([], tl.int32) + _ALL
+        kept = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
+        is_cut = kept == kept
+        if _is_finite(row_max):
+            limit = vocab_size.to(tl.int64)
+            if MIN_P:
+                limit = tl.sum(tl.load(counts_ptr + rows_apart + place_P, exists_P, 0)).to(tl.int64)
+                kept = tl.sum(tl.load(masses_ptr + rows_apart + place_P, exists_P, 0))
+                last = tl.min(tl.load(least_ptr + place_P, exists_P, float("inf")))
+            above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0)).to(tl.int64)
+            above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
+            # A list that is not held with all tokens of its bracket is of no use.
+            listed = tl.where(listed <= HELD, listed, 0)
+            place_N = tl.arange(0, HELD)
+            exists_N = place_N < listed
+            first_of_row = row.to(tl.int64) * CANDIDATES
+            x_N = tl.load(list_logit_ptr + first_of_row + place_N, exists_N, float("-inf"))
+            id_N_ptr = list_id_ptr + first_of_row + place_N
+            key_N = _key(x_N)
+            mass_N = tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0)
+            if TOP_K:
+                top_k = tl.load(top_k_ptr + row)
+                if (top_k > 0) & (top_k < limit):
+                    if (above_count < top_k) & (top_k <= above_count + listed):
+                        last, last_id, kept = _search_list(
+                            top_k, above_count, above_mass, False, key_N, mass_N, exists_N, id_N_ptr
+                        )
+                    elif IS_LAST:
+                        last, last_id, kept = _search_row(
+                            top_k, False, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                        )
+                    else:
+                        is_cut = kept != kept
+            if TOP_P:
+                top_p = tl.load(top_p_ptr + row)
+                if top_p < 1:
+                    needed = _nucleus_mass(kept, top_p)
+                    if (above_mass < needed) & (needed <= above_mass + tl.sum(mass_N)):
+                        last, last_id, kept = _search_list(
+                            needed, above_count, above_mass, True, key_N, mass_N, exists_N, id_N_ptr
+                        )
+                    elif IS_LAST:
+                        last, last_id, kept = _search_row(
+                            needed, True, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                        )
+                    else:
+                        is_cut = kept != kept
+        tl.store(is_cut_ptr + row, is_cut)
+        tl.store(last_ptr + row, last)
+        tl.store(last_id_ptr + row, last_id)
+        tl.store(kept_ptr + row, kept)
 
 
 @triton.jit
