@@ -113,36 +113,44 @@ class Texts:
         return list(out.split(lengths))
 
 
-def compare_bits(num_configs: int) -> tuple[int, int]:
-    """Rows of texts come whole first, then in ``num_configs`` other ways; (elements compared, elements that differ)."""
-    rng = np.random.default_rng(0)
+def compare_bits(num_configs: int) -> tuple[int, int, int]:
+    """Rows of texts come whole first, then in ``num_configs`` other ways, or a few more.
+
+    Returns:
+        Configurations, elements compared, elements that differ. Each pair of shape and dtype has its own process,
+        because most of the time goes into compiling.
+    """
+    tasks = [(shape, dtype, -(-num_configs // 14)) for shape in SHAPES for dtype in (torch.bfloat16, torch.float16)]
+    with torch.multiprocessing.get_context("spawn").Pool(8) as pool:
+        counts = pool.starmap(compare_shape, tasks, chunksize=1)
+    return (sum(task[2] for task in tasks), *(sum(column) for column in zip(*counts, strict=True)))
+
+
+def compare_shape(shape: tuple[int, int, int], dtype: torch.dtype, num_configs: int) -> tuple[int, int]:
+    """``compare_bits`` for one shape and dtype: elements compared, elements that differ."""
+    rng = np.random.default_rng(sum(shape) + (dtype == torch.float16))
     lengths = [1, 17, 63, 64, 65, 200, 255, 256, 257, 511, 513, 900, 1500, 2100]
-    compared = differing = done = 0
-    while done < num_configs:
-        shape = SHAPES[done // 32 % len(SHAPES)]
-        dtype = (torch.bfloat16, torch.float16)[done // 16 % 2]
-        texts = Texts(lengths, shape, dtype, done)
-        cache, tables = texts.paged(16, done)
-        whole = [texts.attend(cache, tables, [(i, 0, length)])[0] for i, length in enumerate(lengths)]
-        for _ in range(16):
-            if rng.random() < 0.7:
-                cache, tables = texts.paged(int(rng.choice([16, 32, 64, 7])), int(rng.integers(1 << 30)))
-            chunks = []
-            decode_share = rng.choice([0.0, 0.5, 1.0])
-            for i in rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)]:
-                start = int(rng.integers(0, lengths[i]))
-                length = 1 if rng.random() < decode_share else int(rng.integers(1, lengths[i] - start + 1))
-                chunks.append((int(i), start, length))
-            for (i, start, length), out in zip(chunks, texts.attend(cache, tables, chunks), strict=True):
-                expected = whole[i][start : start + length]
-                assert expected.isfinite().all()
-                compared += out.numel()
-                differing += int((out.view(torch.int16) != expected.view(torch.int16)).sum())
-            done += 1
-        # Every row of one text as a decode equals the rows of the text in one chunk.
-        decoded = torch.cat(texts.attend(cache, tables, [(11, position, 1) for position in range(lengths[11])]))
-        compared += decoded.numel()
-        differing += int((decoded.view(torch.int16) != whole[11].view(torch.int16)).sum())
+    compared = differing = 0
+    texts = Texts(lengths, shape, dtype, sum(shape))
+    cache, tables = texts.paged(16, 0)
+    whole = [texts.attend(cache, tables, [(i, 0, length)])[0] for i, length in enumerate(lengths)]
+    assert all(out.isfinite().all() for out in whole)
+    ways: list[list[tuple[int, int, int]]] = [[(11, position, 1) for position in range(lengths[11])]]
+    for _ in range(num_configs - 1):
+        decode_share = rng.choice([0.0, 0.5, 1.0])
+        chunks = []
+        for i in rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)]:
+            start = int(rng.integers(0, lengths[i]))
+            length = 1 if rng.random() < decode_share else int(rng.integers(1, lengths[i] - start + 1))
+            chunks.append((int(i), start, length))
+        ways.append(chunks)
+    for chunks in ways:
+        out = torch.cat(texts.attend(cache, tables, chunks))
+        expected = torch.cat([whole[i][start : start + length] for i, start, length in chunks])
+        compared += out.numel()
+        differing += int((out.view(torch.int16) != expected.view(torch.int16)).sum())
+        if rng.random() < 0.7:
+            cache, tables = texts.paged(int(rng.choice([16, 32, 64, 7])), int(rng.integers(1 << 30)))
     return compared, differing
 
 
@@ -222,9 +230,9 @@ def main() -> None:
     report: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     report["accuracy"] = compare_accuracy()
     print(f"accuracy {report['accuracy']}")
-    compared, differing = compare_bits(arguments.configs)
-    report["bits"] = {"configs": arguments.configs, "elements": compared, "differing": differing}
-    print(f"bits: {arguments.configs} configurations, {compared} elements, {differing} differ")
+    configs, compared, differing = compare_bits(arguments.configs)
+    report["bits"] = {"configs": configs, "elements": compared, "differing": differing}
+    print(f"bits: {configs} configurations, {compared} elements, {differing} differ")
     bandwidth, rate = read_bandwidth(), matmul_rate()
     report["read_bytes_per_s"], report["matmul_flops_per_s"] = bandwidth, rate
     print(f"read {bandwidth / 1e12:.2f} TB/s, matrix product {rate / 1e12:.0f} TFLOP/s")

@@ -96,7 +96,7 @@ def chunk_attention_hopper(
 
 @gluon.jit
 def _load(
-    key_ptr, value_ptr, table_ptr, head, num_keys, keys, values, keys_ready, values_ready, keys_free, values_free,
+    key_ptr, value_ptr, table_ptr, head, num_keys, keys, values, ready, free,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -115,12 +115,10 @@ def _load(
         offset_PD = ((cell_P * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + dim_D[None]
         key_P = gl.minimum((tile + 1) * TILE + place_P, num_keys - 1)
         block_P = gl.load(table_ptr + key_P // BLOCK_SIZE)
-        mbarrier.wait(keys_free.index(stage), parity)
+        mbarrier.wait(free.index(stage), parity)
         async_copy.async_copy_global_to_shared(keys.index(stage), key_ptr + offset_PD)
-        async_copy.mbarrier_arrive(keys_ready.index(stage), increment_count=False)
-        mbarrier.wait(values_free.index(stage), parity)
         async_copy.async_copy_global_to_shared(values.index(stage), value_ptr + offset_PD)
-        async_copy.mbarrier_arrive(values_ready.index(stage), increment_count=False)
+        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -164,8 +162,7 @@ def _weights(exponent_RP, queries):
 
 @gluon.jit
 def _compute(
-    group, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
-    position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
+    group, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions, position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT_TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of rows 64 * group to 64 * group + 63 of the program."""
@@ -190,24 +187,21 @@ def _compute(
     total_RW = gl.zeros([64, 8], gl.float32, TOTAL)
     sum_RD = gl.zeros([64, HEAD_DIM], gl.float32, SUM)
 
-    mbarrier.wait(keys_ready.index(0), 0)
+    mbarrier.wait(ready.index(0), 0)
     fence_async_shared()
     score_RP = warpgroup_mma(queries, keys.index(0).permute((1, 0)), zero_RP, use_acc=False)
-    mbarrier.arrive(keys_free.index(0), count=1)
     score_RP = _hide(score_RP, 0, last_R, position, SCORE, TILE)
     top_R = gl.max(score_RP, 1)
     weight_RP = gl.exp2(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -(top_R * factor)[:, None])).to(dtype)
-    mbarrier.wait(values_ready.index(0), 0)
     for tile in range(1, num_tiles):
         stage = tile % STAGES
         before = (tile - 1) % STAGES
-        mbarrier.wait(keys_ready.index(stage), tile // STAGES & 1)
+        mbarrier.wait(ready.index(stage), tile // STAGES & 1)
         fence_async_shared()
         next_RP = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zero_RP, use_acc=False, is_async=True)
         total_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW, is_async=True)
         sum_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(before), sum_RD, is_async=True)
         score_RP = warpgroup_mma_wait(2, [next_RP])
-        mbarrier.arrive(keys_free.index(stage), count=1)
         score_RP = _hide(score_RP, tile, last_R, position, SCORE, TILE)
         starts_split = tile % SPLIT_TILES == 0
         new_R = gl.max(score_RP, 1)
@@ -216,9 +210,8 @@ def _compute(
         base_R = gl.where(new_R == float("-inf"), 0.0, new_R) * factor
         decay_R = gl.exp2(top_R * factor - base_R)
         weight_RP = _weights(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None]), queries)
-        mbarrier.wait(values_ready.index(stage), tile // STAGES & 1)
         total_RW, sum_RD = warpgroup_mma_wait(0, [total_token, sum_token])
-        mbarrier.arrive(values_free.index(before), count=1)
+        mbarrier.arrive(free.index(before), count=1)
         if starts_split:
             all_top_R, all_total_RW, all_sum_RD = _fold(
                 all_top_R, all_total_RW, all_sum_RD, top_R, total_RW, sum_RD, factor, ROW_OF_SUM, ROW_OF_TOTAL
@@ -230,7 +223,6 @@ def _compute(
             sum_RD = sum_RD * gl.convert_layout(decay_R, ROW_OF_SUM)[:, None]
         top_R = new_R
     last = (num_tiles - 1) % STAGES
-    fence_async_shared()
     total_RW = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW)
     sum_RD = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(last), sum_RD)
     all_top_R, all_total_RW, all_sum_RD = _fold(
@@ -284,16 +276,12 @@ def _kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     values = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     ones = gl.allocate_shared_memory(dtype, [8, TILE], shared)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # Every thread of the loading group arrives when its copies have; each computing group arrives once.
-        mbarrier.init(keys_ready.index(stage), count=128)
-        mbarrier.init(values_ready.index(stage), count=128)
-        mbarrier.init(keys_free.index(stage), count=2)
-        mbarrier.init(values_free.index(stage), count=2)
+        mbarrier.init(ready.index(stage), count=128)
+        mbarrier.init(free.index(stage), count=2)
     ones.store(gl.full([8, TILE], 1.0, dtype, layout))
     # Row r of the program is position r // PADDED and head r % PADDED of those that share the kv head.
     for group in gl.static_range(2):
@@ -310,14 +298,14 @@ def _kernel(
     num_keys = position + num_positions
     gl.warp_specialize(
         [
-            (_compute, (0, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
+            (_compute, (0, q, keys, values, ones, ready, free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
-            (_compute, (1, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
+            (_compute, (1, q, keys, values, ones, ready, free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
             (_load, (key_ptr, value_ptr, table_ptr, head, num_keys, keys, values,
-                     keys_ready, values_ready, keys_free, values_free,
+                     ready, free,
                      NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, STAGES)),
         ],
         [4, 4],

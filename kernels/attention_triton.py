@@ -35,7 +35,8 @@ CHUNK_WARPS = 8
 CHUNK_STAGES = 2
 DECODE_WARPS = 4
 DECODE_STAGES = 2
-FOLD_WIDTHS = (4, 32)
+# Splits read at a time and dimensions of a program, for rows with few splits and with many.
+FOLDS = ((4, 256), (32, 32))
 
 
 def supported(q_THD: torch.Tensor, cache: LayerCache) -> bool:
@@ -127,7 +128,9 @@ def decode_attention(
         num_stages=DECODE_STAGES,
         enable_fp_fusion=False,
     )
-    _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1],)](
+    splits, width = FOLDS[work.most_splits > 1 + FOLDS[0][0]]
+    width = min(head_dim, width)
+    _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width)](
         sums_IHD,
         tops_IH,
         totals_IH,
@@ -136,7 +139,8 @@ def decode_attention(
         scale * LOG2_E,
         NUM_HEADS=q_THD.shape[1],
         HEAD_DIM=head_dim,
-        WIDTH=FOLD_WIDTHS[work.most_splits > 1 + FOLD_WIDTHS[0]],
+        DIMS=width,
+        SPLITS=splits,
         CHAINED=chained,
         num_warps=1,
         enable_fp_fusion=False,
@@ -370,24 +374,25 @@ def _fold_kernel(
     factor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Fold the splits of one row and head; WIDTH of them are read at a time."""
+    """Fold the splits of DIMS dimensions of one row and head; SPLITS of them are read at a time."""
     index = tl.program_id(0) // NUM_HEADS
     head = tl.program_id(0) % NUM_HEADS
     row = tl.load(rows_ptr + index * 3)
     first = tl.load(rows_ptr + index * 3 + 1)
     count = tl.load(rows_ptr + index * 3 + 2)
-    dim_D = tl.arange(0, HEAD_DIM)
+    dim_D = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
     place = first.to(tl.int64) * NUM_HEADS + head
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     top = tl.load(tops_ptr + place)
     total = tl.load(totals_ptr + place)
     sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D)
-    for start in range(1, count, WIDTH):
-        for step in tl.static_range(WIDTH):
+    for start in range(1, count, SPLITS):
+        for step in tl.static_range(SPLITS):
             # Beyond the last split there is nothing, which folds into no change.
             exists = start + step < count
             here = place + (start + step) * NUM_HEADS

@@ -3,7 +3,7 @@
 Every result of a row depends on that row alone, bit for bit: each number is either elementwise in float64, or a
 maximum, or a sum of integers, and none of these knows the size of the batch or the order in which it was walked.
 
-**Masses.** A token's probability is held as the integer ``floor(exp((logit - max) / T) * 2^s + 0.5)`` with
+**Masses.** A token's probability is held as the integer ``round(exp((logit - max) * (1 / T)) * 2^s)`` with
 ``s = min(52, 62 - ceil(log2 V))``, so that a row's sum fits 62 bits. Integer sums have no order: shards, tiles and
 atomics agree exactly, the nucleus is decided by comparing integers, and log-sum-exp has one definition for sampling and
 scoring.
@@ -23,7 +23,7 @@ logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final
 
@@ -395,13 +395,12 @@ def sample_on_card(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
 
     bits = mass_bits(logits_RV.shape[1])
     processed_RV = processed_logits(logits_RV, columns)
-    tokens_R, raw_R, behavior_R, nan_R = sample_triton(processed_RV, columns, bits)
-    tokens_R.masked_fill_(nan_R, 0)
-    if processed_RV is not logits_RV:
-        # In rows that nothing adjusts these are the numbers that were there before.
-        raw_R = token_logprobs(logits_RV, columns.temperature_R, tokens_R)
-    logprobs_R, behavior_R = (_finish(column, nan_R, logits_RV.dtype) for column in (raw_R, behavior_R))
-    return SampledRows(tokens_R, logprobs_R, behavior_R, nan_R)
+    sampled = SampledRows(*sample_triton(processed_RV, columns, bits, logits_RV.dtype))
+    if processed_RV is logits_RV:
+        return sampled
+    # In rows that nothing adjusts these are the numbers that are there already.
+    logprobs_R = token_logprobs(logits_RV, columns.temperature_R, sampled.tokens_R)
+    return replace(sampled, logprobs_R=_finish(logprobs_R, sampled.nan_R, logits_RV.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,8 +571,7 @@ def _scale(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor) -> Tensor:
 
 
 def _round_to_masses(scaled_RV: Tensor, bits: int) -> Tensor:
-    # The conversion truncates, which is floor here.
-    return scaled_exponential(scaled_RV, bits).add_(0.5).to(torch.int64)
+    return scaled_exponential(scaled_RV, bits).round_().to(torch.int64)
 
 
 def _sum_of_masses(scaled_RV: Tensor, bits: int) -> Tensor:

@@ -5,13 +5,13 @@ the one with the highest exact score. A row is cut into parts of ``PART`` tokens
 are maxima and sums of integers, which have no order:
 
 1. ``scan``: the highest logit of each part. Without truncation it draws as well (4).
-2. ``bracket`` (truncation): from the highest and one other token of every 32, guess between which two logits the last
-   kept token lies. A guess decides how fast the answer is found, never which it is.
+2. ``bracket`` (truncation): from the highest of every 32 tokens and every eighth token, guess between which two logits
+   the last kept token lies. A guess decides how fast the answer is found, never which it is.
 3. ``weigh``: sums of masses; tokens inside the bracket go to a short list. ``cut`` finds the last kept token in the list,
    two bits of its logit at a time, or, where the guess was wrong, in the whole row.
-4. ``draw``: noise of all tokens in fp32, good to ``MARGIN`` / 4; a part notes its best score and whether others
-   are within ``MARGIN`` of it. ``finish`` takes the best token if no other can be the winner, else it computes all scores of
-   the parts in question in fp64.
+4. ``draw``: noise of all tokens in fp32, nowhere lower than the contract's by as much as ``MARGIN`` / 4. A part notes its
+   best score and which groups are within ``MARGIN`` of it. ``finish`` computes the best group's scores in fp64; if that
+   group was alone and its best bears out the rough score, no other token can win, else it computes whole parts.
 
 Shapes: R rows, V token ids, P parts, N tokens of a part, G groups of four tokens (the unit of the noise).
 """
@@ -33,15 +33,21 @@ if TYPE_CHECKING:
     from paged.kernels.sampling import SamplingColumns
 
 PART: Final = 8192
-GROUP: Final = 32
+CLUSTER: Final = 32
+"""Tokens of which the bracket knows the highest."""
+SAMPLED: Final = 8
+"""The bracket sees one token in so many."""
 CANDIDATES: Final = 8192
 """Tokens that a row's list holds."""
-HALF_BRACKET: Final = 1536
+HALF_BRACKET: Final = 2048
 """Tokens that the bracket is to hold on either side of the guess."""
 MARGIN: Final = 2.0**-11
+DRAW_WARPS: Final = 8
+WEIGH_WARPS: Final = 8
 
 # Exponents below this have mass 0, whatever the number of binary digits.
 _NO_MASS = tl.constexpr(-50.0)
+_LEAST_LOGIT = tl.constexpr(-3e38)
 _LOG2_E = tl.constexpr(LOG2_E)
 _MIN_ONE_MINUS_U = tl.constexpr(MIN_ONE_MINUS_U)
 _MARGIN = tl.constexpr(MARGIN)
@@ -51,12 +57,20 @@ _KEY_STEP_0, _KEY_STEP_1 = (tl.constexpr(step) for step in KEY_STEPS)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(coefficient) for coefficient in COEFFICIENTS)
 # Adding it to a small number and taking it away again rounds to a whole one; its low bits are then that number.
 _ROUNDER = tl.constexpr(1.5 * 2.0**52)
+# A number up to 2^52 plus this has the nearest whole number in its low bits, and above them those of 2^52.
+_WHOLE = tl.constexpr(2.0**52)
+_WHOLE_BITS = tl.constexpr(1075 << 52)
+# Tokens whose 1 - u is less get the noise of this, which is higher: fp32 cannot tell theirs well enough.
+_ROUGH_ONE_MINUS_U = tl.constexpr(2.0**-12)
+_BINS = tl.constexpr(128)
+_BINS_PER_UNIT = tl.constexpr(4.0)
 _ALL = tl.constexpr(2**31 - 1)
 # Beyond this reciprocal of a temperature fp32 scores are not to be trusted.
 _STEEPEST = tl.constexpr(1e30)
 _WORD_UNIT = tl.constexpr(2.0**-32)
 _HALF_WORD_BELOW_1 = tl.constexpr(1 - 2.0**-33)
 _LN_2 = tl.constexpr(math.log(2))
+_LOG_LOG_2 = tl.constexpr(-math.log(math.log(2)))
 
 
 def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int) -> Tensor:
@@ -67,22 +81,24 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int
     if num_rows:
         _mass_kernel[(num_parts, num_rows)](
             logits_RV, row_max_R, divisor_R, mass_RP, logits_RV.stride(0), vocab_size,
-            BITS=bits, PART=PART, num_warps=8, enable_fp_fusion=False,
+            BITS=bits, PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=WEIGH_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return mass_RP.sum(1)
 
 
-def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sample_triton(
+    logits_RV: Tensor, columns: SamplingColumns, bits: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw one token a row from logits that penalties and bias have already changed.
 
     Args:
         logits_RV: float32 or float64, elements of a row adjoin.
         columns: how; penalties and bias are not looked at.
         bits: binary digits of a mass.
+        dtype: of the log-probabilities.
 
     Returns:
-        Tokens int64, log-probabilities before and after truncation float64, and whether a row has no distribution; each
-        [R]. The first three are arbitrary where the last is true.
+        Tokens int64, log-probabilities before and after truncation, and whether a row has no distribution; each [R].
     """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
@@ -100,7 +116,7 @@ def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tup
         return torch.empty(shape, dtype=dtype, device=device)
 
     tokens_R = empty(num_rows, dtype=torch.int64)
-    raw_R, behavior_R = empty(num_rows, dtype=torch.float64), empty(num_rows, dtype=torch.float64)
+    raw_R, behavior_R = empty(num_rows, dtype=dtype), empty(num_rows, dtype=dtype)
     nan_R = empty(num_rows, dtype=torch.bool)
     if num_rows == 0:
         return tokens_R, raw_R, behavior_R, nan_R
@@ -110,11 +126,11 @@ def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tup
     rows = (logits_RV, columns.temperature_R, columns.seeds_R, columns.positions_R)
     shape = (logits_RV.stride(0), vocab_size)
     grid = (num_parts, num_rows)
-    common = {"PART": PART, "FAST_LOG": logits_RV.is_cuda, "enable_fp_fusion": False}
+    sizes = {"PARTS": parts, "PART": PART, "ALIGNED": vocab_size % 4 == 0, "enable_fp_fusion": False}
     draws = (best_RP, close_RP)
     if truncates:
-        groups = num_parts * (PART // GROUP)
-        high_RG, other_RG = empty(num_rows, groups, dtype=torch.float32), empty(num_rows, groups, dtype=torch.float32)
+        clusters = num_parts * (PART // CLUSTER)
+        high_RC = empty(num_rows, clusters, dtype=torch.float32)
         bounds_R2 = empty(num_rows, 2, dtype=logits_RV.dtype)
         last_R, last_id_R = empty(num_rows, dtype=logits_RV.dtype), empty(num_rows, dtype=torch.int32)
         kept_R = empty(num_rows, dtype=torch.int64)
@@ -124,47 +140,49 @@ def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tup
         least_RP = empty(num_rows, parts, dtype=logits_RV.dtype)
         listed_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         list_logit = empty(num_rows, CANDIDATES, dtype=logits_RV.dtype)
-        list_id, list_mass = empty(num_rows, CANDIDATES, dtype=torch.int32), empty(num_rows, CANDIDATES, dtype=torch.int64)
+        list_id = empty(num_rows, CANDIDATES, dtype=torch.int32)
         wanted = (top_k_R, top_p_R, min_p_R)
         _scan_kernel[grid](
-            *rows, max_RP, max_id_RP, *draws, high_RG, other_RG, *shape,
-            PARTS=parts, DRAW=False, GROUPS=True, num_warps=8, **common,
+            *rows, max_RP, max_id_RP, *draws, high_RC, *shape,
+            DRAW=False, CLUSTERS=True, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
         )  # fmt: skip
         _bracket_kernel[(num_rows,)](
-            max_RP, columns.temperature_R, *wanted, high_RG, other_RG, bounds_R2, num_parts, groups, vocab_size,
-            PARTS=parts, GROUPS=triton.next_power_of_2(groups), MEMBERS=GROUP, HALF_BRACKET=HALF_BRACKET,
+            logits_RV, max_RP, columns.temperature_R, *wanted, high_RC, bounds_R2, *shape, num_parts,
+            PARTS=parts, PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
             **asks, num_warps=16, enable_fp_fusion=False,
         )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, columns.temperature_R, min_p_R, max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
-            listed_R, list_logit, list_id, list_mass, *shape, num_parts,
-            PARTS=parts, BITS=bits, MIN_P=asks["MIN_P"], CANDIDATES=CANDIDATES, LISTS=True, PART=PART,
-            num_warps=8, enable_fp_fusion=False,
+            *shape, num_parts, BITS=bits, MIN_P=asks["MIN_P"], TRUNCATES=True, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
-        _cut_kernel[(num_rows,)](
-            logits_RV, columns.temperature_R, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP,
-            listed_R, list_logit, list_id, list_mass, last_R, last_id_R, kept_R, *shape, num_parts,
-            PARTS=parts, BITS=bits, CANDIDATES=CANDIDATES, CHUNK=min(4096, CANDIDATES), **asks,
-            num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+        _list_kernel[grid](
+            logits_RV, bounds_R2, listed_R, list_logit, list_id, *shape, CANDIDATES=CANDIDATES, num_warps=16, **sizes
+        )
+        # Most lists are short: a first pass that holds half of one needs so few registers that no row has to wait.
+        is_cut_R = empty(num_rows, dtype=torch.bool)
+        for held, is_last in ((CANDIDATES // 2, False), (CANDIDATES, True)):
+            _cut_kernel[(num_rows,)](
+                logits_RV, columns.temperature_R, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP,
+                listed_R, list_logit, list_id, is_cut_R, last_R, last_id_R, kept_R, *shape, num_parts,
+                PARTS=parts, BITS=bits, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096, **asks,
+                num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
+            )  # fmt: skip
         _draw_kernel[grid](
-            *rows, max_RP, last_R, last_id_R, *draws, *shape, PARTS=parts, num_warps=8, **common
+            *rows, max_RP, last_R, last_id_R, *draws, *shape, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes
         )  # fmt: skip
     else:
         last_R, last_id_R, kept_R = max_RP, max_id_RP, mass_RP
         _scan_kernel[grid](
-            *rows, max_RP, max_id_RP, *draws, max_RP, max_RP, *shape,
-            PARTS=parts, DRAW=True, GROUPS=False, num_warps=8, **common,
+            *rows, max_RP, max_id_RP, *draws, max_RP, *shape,
+            DRAW=True, CLUSTERS=False, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, columns.temperature_R, min_p_R, max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
-            max_id_RP, max_RP, max_id_RP, mass_RP, *shape, num_parts,
-            PARTS=parts, BITS=bits, MIN_P=False, CANDIDATES=CANDIDATES, LISTS=False, PART=PART,
-            num_warps=8, enable_fp_fusion=False,
+            *shape, num_parts, BITS=bits, MIN_P=False, TRUNCATES=False, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
         *rows, max_RP, max_id_RP, mass_RP, last_R, last_id_R, kept_R, *draws, tokens_R, raw_R, behavior_R, nan_R,
-        *shape, num_parts, PARTS=parts, PART=PART, BITS=bits, TRUNCATES=truncates, num_warps=8, enable_fp_fusion=False,
+        *shape, num_parts, BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
     )  # fmt: skip
     return tokens_R, raw_R, behavior_R, nan_R
 
@@ -191,6 +209,9 @@ def _is_finite(x):
 @triton.jit
 def _masses(logits, row_max, inverse, BITS: tl.constexpr):
     """Masses int64 of logits; the twin's operations one by one (``scaled_exponential`` and what stands around it)."""
+    # What weighs nothing counts as the highest logit that surely does; the twin bounds the exponent instead.
+    nothing = (row_max.to(tl.float64) + 1.0 / inverse * _NO_MASS).to(logits.dtype)
+    logits = tl.maximum(logits, tl.maximum(nothing, _LEAST_LOGIT))
     x = (logits.to(tl.float64) - row_max.to(tl.float64)) * inverse
     y = x * _LOG2_E
     shifted = y + _ROUNDER
@@ -208,9 +229,7 @@ def _masses(logits, row_max, inverse, BITS: tl.constexpr):
     root = root * root
     # The product with a power of two, by the exponent's bits.
     scaled = (root.to(tl.int64, bitcast=True) + ((whole + BITS).to(tl.int64) << 52)).to(tl.float64, bitcast=True)
-    mass = (scaled + 0.5).to(tl.int64)
-    # Far below any mass, and where the steps above would leave their range (the twin bounds its argument instead).
-    return tl.where(logits - row_max >= (1.0 / inverse * _NO_MASS).to(logits.dtype), mass, 0)
+    return (scaled + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
 
 
 @triton.jit
@@ -222,14 +241,14 @@ def _log2(x, FAST_LOG: tl.constexpr):
 
 
 @triton.jit
-def _rough_noise(word, FAST_LOG: tl.constexpr):
-    """Gumbel noise of a random word in fp32; next to the fp64 noise of the contract it errs by less than MARGIN / 8."""
-    # 1 - u cannot be told from 1 where u is small: there -log(1 - u) is its series, elsewhere 1 - u itself is formed.
-    is_small = word < 2**27
-    share = tl.fma(tl.where(is_small, word, word ^ 0xFFFFFFFF).to(tl.float32), _WORD_UNIT, 0.5 * _WORD_UNIT)
-    small = share * tl.fma(share, tl.fma(share, 0.33333334, 0.5), 1.0)
-    large = _log2(tl.maximum(share, _MIN_ONE_MINUS_U), FAST_LOG) * -_LN_2
-    return _log2(tl.where(is_small, small, large), FAST_LOG) * -_LN_2
+def _rough_score(x, word, FAST_LOG: tl.constexpr):
+    """``x`` plus the Gumbel noise of a random word in fp32: higher than the contract's or lower by less than MARGIN / 8."""
+    u = tl.fma(word.to(tl.float32), _WORD_UNIT, 0.5 * _WORD_UNIT)
+    # -log2(1 - u). 1 - u cannot be told from 1 where u is small; there it is a series, 1.4427 being log2(e).
+    small = u * tl.fma(u, tl.fma(u, 0.48089835, 0.72134752), 1.44269504)
+    large = -_log2(tl.maximum(1.0 - u, _ROUGH_ONE_MINUS_U), FAST_LOG)
+    # -log(-log(1 - u)) = -log(2) * log2(-log2(1 - u)) - log(log(2))
+    return tl.fma(_log2(tl.where(u < 0.03125, small, large), FAST_LOG), -_LN_2, x)
 
 
 @triton.jit
@@ -271,49 +290,90 @@ def _columns_of_four(x_G4, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _load_part(logits_ptr, row, part, stride, vocab_size, PART: tl.constexpr):
-    """Logits and token ids of a part, [G, 4]; -inf beyond the vocabulary, and +inf for NaN."""
+def _load_part(logits_ptr, row, part, stride, vocab_size, PART: tl.constexpr, ALIGNED: tl.constexpr):
+    """Logits and token ids of a part, [G, 4], and its groups' numbers; -inf beyond the vocabulary."""
     group_G = part * (PART // 4) + tl.arange(0, PART // 4)
     id_G4 = group_G[:, None] * 4 + tl.arange(0, 4)[None]
-    x_G4 = tl.load(logits_ptr + row.to(tl.int64) * stride + id_G4, id_G4 < vocab_size, float("-inf"))
-    return tl.where(x_G4 == x_G4, x_G4, float("inf")), id_G4, group_G
+    if ALIGNED:
+        exists_G4 = (group_G * 4 < vocab_size)[:, None]
+    else:
+        exists_G4 = id_G4 < vocab_size
+    return tl.load(logits_ptr + row.to(tl.int64) * stride + id_G4, exists_G4, float("-inf")), id_G4, group_G
+
+
+@triton.jit
+def _highest_of_groups(x_G4, GROUPS: tl.constexpr):
+    """Highest logit of each group; +inf where one is NaN: either says that the row has no distribution."""
+    x0, x1, x2, x3 = _columns_of_four(x_G4, GROUPS)
+    high_G = tl.maximum(x0, x1, propagate_nan=tl.PropagateNan.ALL)
+    high_G = tl.maximum(high_G, x2, propagate_nan=tl.PropagateNan.ALL)
+    high_G = tl.maximum(high_G, x3, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(high_G == high_G, high_G, float("inf"))
 
 
 @triton.jit
 def _rough_draw(
     x_G4, group_G, base, row, inverse, seeds_ptr, positions_ptr, PART: tl.constexpr, FAST_LOG: tl.constexpr
 ):
-    """Best rough score of a part above ``base``, and a sum over the scores within MARGIN of it: PART + place in the part.
+    """Best rough score of a part above ``base``, and a sum over the groups within MARGIN of it: PART / 4 + their place.
 
-    Of a single one the sum gives the place; several sum to 2 * PART or more.
+    Of a single one the sum gives the place; several sum to PART / 2 or more.
     """
     steep = tl.minimum(inverse, _STEEPEST).to(tl.float32)
-    x0, x1, x2, x3 = _columns_of_four(((x_G4 - base).to(tl.float32)) * steep, PART // 4)
+    x0, x1, x2, x3 = _columns_of_four((x_G4 - base).to(tl.float32) * steep, PART // 4)
     w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_G)
-    s0 = x0 + _rough_noise(w0, FAST_LOG)
-    s1 = x1 + _rough_noise(w1, FAST_LOG)
-    s2 = x2 + _rough_noise(w2, FAST_LOG)
-    s3 = x3 + _rough_noise(w3, FAST_LOG)
-    best = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)))
-    least = best - _MARGIN
-    one_G = PART + tl.arange(0, PART // 4) * 4
-    close_G = tl.where(s0 >= least, one_G, 0) + tl.where(s1 >= least, one_G + 1, 0)
-    close_G += tl.where(s2 >= least, one_G + 2, 0) + tl.where(s3 >= least, one_G + 3, 0)
-    return best, tl.sum(close_G)
+    s0 = _rough_score(x0, w0, FAST_LOG)
+    s1 = _rough_score(x1, w1, FAST_LOG)
+    s2 = _rough_score(x2, w2, FAST_LOG)
+    s3 = _rough_score(x3, w3, FAST_LOG)
+    score_G = tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))
+    best = tl.max(score_G)
+    return best + _LOG_LOG_2, tl.sum(tl.where(score_G >= best - _MARGIN, PART // 4 + tl.arange(0, PART // 4), 0))
+
+
+@triton.jit
+def _best_of_groups(
+    x_G4, group_G, row_max, row, inverse, seeds_ptr, positions_ptr, GROUPS: tl.constexpr
+):
+    """Best exact score among the tokens of some groups, and the lowest id that has it."""
+    x0, x1, x2, x3 = _columns_of_four((x_G4.to(tl.float64) - row_max.to(tl.float64)) * inverse, GROUPS)
+    w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_G)
+    s0 = _exact_noise(w0) + x0
+    s1 = _exact_noise(w1) + x1
+    s2 = _exact_noise(w2) + x2
+    s3 = _exact_noise(w3) + x3
+    score = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)))
+    place_G = tl.where(s2 == score, 2, tl.where(s3 == score, 3, _ALL))
+    place_G = tl.where(s0 == score, 0, tl.where(s1 == score, 1, place_G))
+    return score, tl.min(tl.where(place_G == _ALL, _ALL, group_G * 4 + place_G))
+
+
+@triton.jit
+def _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row):
+    """Logits with -inf for the tokens after the row's last kept one."""
+    last = tl.load(last_ptr + row)
+    kept_G4 = (x_G4 > last) | ((x_G4 == last) & (id_G4 <= tl.load(last_id_ptr + row)))
+    return tl.where(kept_G4, x_G4, float("-inf"))
 
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr,
-    high_ptr, other_ptr, stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, DRAW: tl.constexpr,
-    GROUPS: tl.constexpr, FAST_LOG: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr, high_ptr, stride,
+    vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, DRAW: tl.constexpr,
+    CLUSTERS: tl.constexpr, FAST_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Highest logit of a part; and what it draws, or the highest and one other logit of each 32 tokens."""
+    """Highest logit of a part; and what it draws, or the highest logit of each cluster of 32 tokens."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART)
+    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     place = row * PARTS + part
-    part_max = tl.max(tl.max(x_G4, 1))
+    high_G = _highest_of_groups(x_G4, PART // 4)
+    part_max = tl.max(high_G)
+    if CLUSTERS:
+        # A cluster is 4 tokens and 7 times 4 others, all far apart: likely tokens tend to be neighbours.
+        high_C = tl.max(tl.reshape(high_G, [8, PART // 32]), 0)
+        here_C = row.to(tl.int64) * (tl.num_programs(0) * (PART // 32)) + part * (PART // 32) + tl.arange(0, PART // 32)
+        tl.store(high_ptr + here_C, high_C.to(tl.float32))
     tl.store(max_ptr + place, part_max)
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0:
@@ -324,180 +384,180 @@ def _scan_kernel(
         best, close = _rough_draw(x_G4, group_G, base, row, inverse, seeds_ptr, positions_ptr, PART, FAST_LOG)
         tl.store(best_ptr + place, best)
         tl.store(close_ptr + place, close)
-    if GROUPS:
-        # A group is 4 tokens and 7 times 4 others, all far apart: likely tokens tend to be neighbours.
-        high = tl.max(tl.max(tl.reshape(x_G4, [8, PART // 32, 4]), 2), 0)
-        group = part * (PART // 32) + tl.arange(0, PART // 32)
-        here = row.to(tl.int64) * (tl.num_programs(0) * (PART // 32)) + group
-        tl.store(high_ptr + here, high.to(tl.float32))
-        other_id = part * PART + tl.arange(0, PART // 32) * 4 + 1
-        other = tl.load(logits_ptr + row.to(tl.int64) * stride + other_id, other_id < vocab_size, float("-inf"))
-        tl.store(other_ptr + here, other.to(tl.float32))
 
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, last_ptr, last_id_ptr, best_ptr,
-    close_ptr, stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, FAST_LOG: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, last_ptr, last_id_ptr, best_ptr, close_ptr, stride,
+    vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, FAST_LOG: tl.constexpr,
 ):  # fmt: skip
     """What a part draws among the tokens up to a row's last kept one."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     place = row * PARTS + part
-    temperature = tl.load(temperature_ptr + row)
-    if temperature > 0:
+    if tl.load(temperature_ptr + row) > 0:
         part_max = tl.load(max_ptr + place)
-        last = tl.load(last_ptr + row)
-        if part_max < last:
+        if part_max < tl.load(last_ptr + row):
             tl.store(best_ptr + place, float("-inf"))
             tl.store(close_ptr + place, 0)
         else:
-            last_id = tl.load(last_id_ptr + row)
-            x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART)
-            kept_G4 = (x_G4 > last) | ((x_G4 == last) & (id_G4 <= last_id))
-            x_G4 = tl.where(kept_G4, x_G4, float("-inf"))
+            x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
+            x_G4 = _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row)
             base = tl.where(_is_finite(part_max), part_max, 0.0)
             inverse = _inverse(temperature_ptr, row)
-            best, close = _rough_draw(
-                x_G4, group_G, base, row, inverse, seeds_ptr, positions_ptr, PART, FAST_LOG
-            )
+            best, close = _rough_draw(x_G4, group_G, base, row, inverse, seeds_ptr, positions_ptr, PART, FAST_LOG)
             tl.store(best_ptr + place, best)
             tl.store(close_ptr + place, close)
 
 
 @triton.jit
 def _mass_kernel(
-    logits_ptr, max_ptr, divisor_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, PART: tl.constexpr
-):
+    logits_ptr, max_ptr, divisor_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, PART: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Sum of masses of a part, given the row's highest logit."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    x_G4, _, _ = _load_part(logits_ptr, row, part, stride, vocab_size, PART)
+    x_G4, _, _ = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     inverse = 1.0 / tl.load(divisor_ptr + row)
     mass = tl.sum(tl.sum(_masses(x_G4, tl.load(max_ptr + row), inverse, BITS), 1))
     tl.store(mass_ptr + row * tl.num_programs(0) + part, mass)
 
 
 @triton.jit
+def _bin(x, top, inverse):
+    """Bin of a logit by its distance from the highest; the last one takes what weighs nothing."""
+    below = (top - x).to(tl.float32) * inverse * _BINS_PER_UNIT
+    return tl.where(below < _BINS - 1, below, _BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _sum_before(values_B, bins):
+    """Sum of a density over the first ``bins`` bins, of which the last may be a part of one."""
+    share_B = tl.minimum(tl.maximum(bins - tl.arange(0, _BINS).to(tl.float32), 0.0), 1.0)
+    return tl.sum(values_B * share_B)
+
+
+@triton.jit
+def _bins_holding(values_B, total):
+    """How many bins hold ``total``, with a share of the last; all if even these do not."""
+    before_B = tl.cumsum(values_B, 0) - values_B
+    share_B = tl.minimum(tl.maximum((total - before_B) / tl.maximum(values_B, 1e-30), 0.0), 1.0)
+    return tl.sum(tl.where(before_B < total, share_B, 0.0) + tl.where((before_B < total) & (values_B == 0), 1.0 - share_B, 0.0))
+
+
+@triton.jit
 def _bracket_kernel(
-    max_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, high_ptr, other_ptr, bounds_ptr, num_parts, num_groups,
-    vocab_size, PARTS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, HALF_BRACKET: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    logits_ptr, max_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, high_ptr, bounds_ptr, stride, vocab_size,
+    num_parts, PARTS: tl.constexpr, PART: tl.constexpr, CLUSTER: tl.constexpr, SAMPLED: tl.constexpr,
+    TOGETHER: tl.constexpr, HALF_BRACKET: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
-    """Guess the logits between which a row's last kept token lies; nothing but speed hangs on it."""
+    """Guess the logits between which a row's last kept token lies; nothing but speed hangs on it.
+
+    The highest of a cluster stand for themselves, every eighth of the others for eight.
+    """
     row = tl.program_id(0)
-    row_max = _row_max(max_ptr, row, num_parts, PARTS)
+    top = _row_max(max_ptr, row, num_parts, PARTS)
     inverse = _inverse(temperature_ptr, row).to(tl.float32)
-    group_G = tl.arange(0, GROUPS)
-    exists_G = group_G < num_groups
-    place_G = row.to(tl.int64) * num_groups + group_G
-    top = row_max.to(tl.float32)
-    # In units of the exponent; what exp takes below this weighs nothing.
-    high_G = tl.maximum((tl.load(high_ptr + place_G, exists_G, float("-inf")) - top) * inverse, -60.0)
-    other_G = tl.maximum((tl.load(other_ptr + place_G, exists_G, float("-inf")) - top) * inverse, -60.0)
-    high_weight_G = tl.exp(high_G)
-    other_weight_G = tl.exp(other_G) * (MEMBERS - 1)
-    rank = vocab_size.to(tl.float32)
-    lowest = -40.0
+    num_clusters = num_parts * (PART // CLUSTER)
+    part_T1 = tl.arange(0, TOGETHER)[:, None]
+    place_1S = tl.arange(0, PART // SAMPLED)[None]
+    cluster_1C = tl.arange(0, PART // CLUSTER)[None]
+    high_count_B = tl.zeros([_BINS], tl.int32)
+    other_count_B = tl.zeros([_BINS], tl.int32)
+    high_row_ptr = high_ptr + row.to(tl.int64) * num_clusters
+    for first in range(0, num_parts, TOGETHER):
+        cluster_TC = (first + part_T1) * (PART // CLUSTER) + cluster_1C
+        high_TC = tl.load(high_row_ptr + cluster_TC, cluster_TC < num_clusters, float("-inf"))
+        bin_TC = _bin(high_TC, top.to(tl.float32), inverse)
+        high_count_B += tl.histogram(tl.reshape(bin_TC, [TOGETHER * (PART // CLUSTER)]), _BINS)
+        # The first eighth of a part has 4 tokens of each cluster.
+        id_TS = (first + part_T1) * PART + place_1S
+        exists_TS = (first + part_T1 < num_parts) & (id_TS < vocab_size)
+        x_TS = tl.load(logits_ptr + row.to(tl.int64) * stride + id_TS, exists_TS, float("-inf")).to(tl.float32)
+        own_TS = (first + part_T1) * (PART // CLUSTER) + place_1S // 4
+        own_high_TS = tl.load(high_row_ptr + own_TS, exists_TS, float("-inf"))
+        bin_TS = tl.where(x_TS < own_high_TS, _bin(x_TS, top.to(tl.float32), inverse), _BINS - 1)
+        other_count_B += tl.histogram(tl.reshape(bin_TS, [TOGETHER * (PART // SAMPLED)]), _BINS)
+    bin_B = tl.arange(0, _BINS)
+    count_B = (high_count_B + other_count_B * SAMPLED).to(tl.float32)
+    count_B = tl.where(bin_B < _BINS - 1, count_B, 0.0)
+    weight_B = count_B * tl.exp((bin_B.to(tl.float32) + 0.5) * (-1.0 / _BINS_PER_UNIT))
+    limit_bins = tl.zeros([], tl.float32) + _BINS
     if MIN_P:
-        lowest = tl.maximum(lowest, tl.log(tl.maximum(tl.load(min_p_ptr + row).to(tl.float32), 1e-30)))
-    likely_G = (high_G >= lowest).to(tl.float32)
-    other_likely_G = (other_G >= lowest).to(tl.float32) * (MEMBERS - 1)
-    low_rank = tl.sum(likely_G + other_likely_G)
-    high_rank = low_rank
+        min_p = tl.maximum(tl.load(min_p_ptr + row).to(tl.float32), 1e-30)
+        limit_bins = tl.minimum(limit_bins, tl.log(min_p) * -_BINS_PER_UNIT)
+    low_rank = _sum_before(count_B, limit_bins)
     if TOP_K:
-        top_k = tl.load(top_k_ptr + row)
-        if (top_k > 0) & (top_k < low_rank):
-            low_rank = top_k.to(tl.float32)
-            high_rank = low_rank
+        top_k = tl.load(top_k_ptr + row).to(tl.float32)
+        low_rank = tl.where((top_k > 0) & (top_k < low_rank), top_k, low_rank)
+    high_rank = low_rank
     if TOP_P:
         top_p = tl.load(top_p_ptr + row).to(tl.float32)
         if top_p < 1:
-            # The exponent at the limit's rank, for its mass; then the one at the share of that mass.
-            below = -60.0
-            above = 0.0
-            for _ in range(14):
-                middle = (below + above) * 0.5
-                count = tl.sum((high_G >= middle).to(tl.float32) + (other_G >= middle).to(tl.float32) * (MEMBERS - 1))
-                below = tl.where(count >= low_rank, middle, below)
-                above = tl.where(count >= low_rank, above, middle)
-            limit = below
-            mass = tl.sum(tl.where(high_G >= limit, high_weight_G, 0.0) + tl.where(other_G >= limit, other_weight_G, 0.0))
-            below = -60.0
-            above = 0.0
-            for _ in range(14):
-                middle = (below + above) * 0.5
-                part = tl.sum(tl.where(high_G >= middle, high_weight_G, 0.0) + tl.where(other_G >= middle, other_weight_G, 0.0))
-                below = tl.where(part >= top_p * mass, middle, below)
-                above = tl.where(part >= top_p * mass, above, middle)
-            high_rank = tl.sum((high_G >= below).to(tl.float32) + (other_G >= below).to(tl.float32) * (MEMBERS - 1))
-            # A limit far below the nucleus is left to min_p's sums, or found in the row.
+            mass = _sum_before(weight_B, _bins_holding(count_B, low_rank))
+            high_rank = _sum_before(count_B, _bins_holding(weight_B, top_p * mass))
+            # Where top_k cuts far below the nucleus, the list can hold but one of the two ends.
             low_rank = tl.where(low_rank - high_rank < HALF_BRACKET, low_rank, high_rank)
     low_rank = low_rank + HALF_BRACKET
     high_rank = high_rank - HALF_BRACKET
-    low_below = -60.0
-    low_above = 0.0
-    high_below = -60.0
-    high_above = 0.0
-    for _ in range(14):
-        low = (low_below + low_above) * 0.5
-        high = (high_below + high_above) * 0.5
-        low_count = tl.sum((high_G >= low).to(tl.float32) + (other_G >= low).to(tl.float32) * (MEMBERS - 1))
-        high_count = tl.sum((high_G >= high).to(tl.float32) + (other_G >= high).to(tl.float32) * (MEMBERS - 1))
-        low_below = tl.where(low_count >= low_rank, low, low_below)
-        low_above = tl.where(low_count >= low_rank, low_above, low)
-        high_below = tl.where(high_count >= high_rank, high, high_below)
-        high_above = tl.where(high_count >= high_rank, high_above, high)
+    unit = inverse * _BINS_PER_UNIT
+    low_bins = _bins_holding(count_B, low_rank)
+    low = top.to(tl.float32) - low_bins / unit
+    high = top.to(tl.float32) - _bins_holding(count_B, tl.maximum(high_rank, 0.0)) / unit
     element = bounds_ptr.dtype.element_ty
-    # An exponent below all that weighs anything stands for every token.
-    low_bound = tl.where(low_below <= -60.0, float("-inf"), top + low_below / inverse)
-    high_bound = tl.where(high_rank <= 0, float("inf"), top + high_above / inverse)
-    tl.store(bounds_ptr + row * 2, low_bound.to(element))
-    tl.store(bounds_ptr + row * 2 + 1, high_bound.to(element))
+    tl.store(bounds_ptr + row * 2, tl.where(low_bins < _BINS - 1, low, float("-inf")).to(element))
+    tl.store(bounds_ptr + row * 2 + 1, tl.where(high_rank > 0, high, float("inf")).to(element))
 
 
 @triton.jit
 def _weigh_kernel(
-    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
-    listed_ptr, list_logit_ptr, list_id_ptr, list_mass_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr,
-    BITS: tl.constexpr, MIN_P: tl.constexpr, CANDIDATES: tl.constexpr, LISTS: tl.constexpr, PART: tl.constexpr,
+    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr, stride,
+    vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
+    MIN_P: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part's masses: all; with LISTS also those above the bracket and those min_p keeps, and the list."""
+    """Sums of a part's masses: all; with TRUNCATES also those above the bracket, and those that min_p keeps."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     place = row * PARTS + part
-    x_G4, id_G4, _ = _load_part(logits_ptr, row, part, stride, vocab_size, PART)
+    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     mass_G4 = _masses(x_G4, _row_max(max_ptr, row, num_parts, PARTS), _inverse(temperature_ptr, row), BITS)
     tl.store(mass_ptr + place, tl.sum(tl.sum(mass_G4, 1)))
-    if LISTS:
+    if TRUNCATES:
         element: tl.constexpr = logits_ptr.dtype.element_ty
-        low = tl.load(bounds_ptr + row * 2)
-        high = tl.load(bounds_ptr + row * 2 + 1)
         rows_apart = tl.num_programs(1) * PARTS
-        exists_G4 = id_G4 < vocab_size
-        above_G4 = (x_G4 >= high) & exists_G4
-        tl.store(counts_ptr + place, tl.sum(tl.sum(above_G4.to(tl.int32), 1)))
+        above_G4 = x_G4 >= tl.load(bounds_ptr + row * 2 + 1)
         tl.store(masses_ptr + place, tl.sum(tl.sum(tl.where(above_G4, mass_G4, 0), 1)))
         if MIN_P:
-            least_mass = _least_mass(min_p_ptr, row, BITS)
-            likely_G4 = (mass_G4 >= least_mass) & exists_G4
+            likely_G4 = (mass_G4 >= _least_mass(min_p_ptr, row, BITS)) & (id_G4 < vocab_size)
             tl.store(counts_ptr + rows_apart + place, tl.sum(tl.sum(likely_G4.to(tl.int32), 1)))
             tl.store(masses_ptr + rows_apart + place, tl.sum(tl.sum(tl.where(likely_G4, mass_G4, 0), 1)))
             least_G4 = tl.where(likely_G4, x_G4, tl.full([], float("inf"), element))
             tl.store(least_ptr + place, tl.min(tl.min(least_G4, 1)))
-        listed_G4 = (x_G4 >= low) & (x_G4 < high) & exists_G4
-        listed_G = tl.sum(listed_G4.to(tl.int32), 1)
-        count = tl.sum(listed_G)
-        if count > 0:
-            first = tl.atomic_add(listed_ptr + row, count)
-            before_G = tl.cumsum(listed_G, 0) - listed_G
-            within_G4 = tl.cumsum(listed_G4.to(tl.int32), 1) - listed_G4.to(tl.int32)
-            slot_G4 = first + before_G[:, None] + within_G4
-            stored_G4 = listed_G4 & (slot_G4 < CANDIDATES)
-            here_G4 = row.to(tl.int64) * CANDIDATES + slot_G4
-            tl.store(list_logit_ptr + here_G4, x_G4, stored_G4)
-            tl.store(list_id_ptr + here_G4, id_G4, stored_G4)
-            tl.store(list_mass_ptr + here_G4, mass_G4, stored_G4)
+        tl.store(counts_ptr + place, tl.sum(tl.sum(above_G4.to(tl.int32), 1)))
+
+
+@triton.jit
+def _list_kernel(
+    logits_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, PARTS: tl.constexpr,
+    PART: tl.constexpr, ALIGNED: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Append a part's tokens inside the bracket to the row's list, in no certain order, and count them all."""
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
+    listed_G4 = (x_G4 >= tl.load(bounds_ptr + row * 2)) & (x_G4 < tl.load(bounds_ptr + row * 2 + 1))
+    listed_G4 = listed_G4 & (id_G4 < vocab_size)
+    listed_G = tl.sum(listed_G4.to(tl.int32), 1)
+    count = tl.sum(listed_G)
+    if count > 0:
+        first = tl.atomic_add(listed_ptr + row, count)
+        slot_G = first + tl.cumsum(listed_G, 0) - listed_G
+        slot_G4 = slot_G[:, None] + tl.cumsum(listed_G4.to(tl.int32), 1) - listed_G4.to(tl.int32)
+        stored_G4 = listed_G4 & (slot_G4 < CANDIDATES)
+        first_of_row = row.to(tl.int64) * CANDIDATES
+        tl.store(list_logit_ptr + first_of_row + slot_G4, x_G4, stored_G4)
+        tl.store(list_id_ptr + first_of_row + slot_G4, id_G4, stored_G4)
 
 
 @triton.jit
@@ -557,91 +617,123 @@ def _logit(key):
 
 
 @triton.jit
-def _candidates(
-    first, listed, in_list, logits_ptr, row, stride, vocab_size, row_max, inverse, list_logit_ptr, list_id_ptr,
-    list_mass_ptr, BITS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Keys, ids and masses of CHUNK tokens from ``first`` on, of the list or the row, and whether they exist."""
-    place_N = first + tl.arange(0, CHUNK)
-    if in_list:
-        exists_N = place_N < listed
-        here_N = row.to(tl.int64) * CANDIDATES + place_N
-        x_N = tl.load(list_logit_ptr + here_N, exists_N, 0.0)
-        id_N = tl.load(list_id_ptr + here_N, exists_N, 0)
-        mass_N = tl.load(list_mass_ptr + here_N, exists_N, 0)
-    else:
-        exists_N = place_N < vocab_size
-        x_N = tl.load(logits_ptr + row.to(tl.int64) * stride + place_N, exists_N, float("-inf"))
-        id_N = place_N
-        mass_N = _masses(x_N, row_max, inverse, BITS)
-    return _key(x_N), id_N, mass_N, exists_N
+def _sums_from(key_N, value_N, key, unit):
+    """Sums of the values whose key is not below ``key`` plus 1, 2 and 3 units."""
+    sum1 = tl.sum(tl.where(key_N >= key + unit, value_N, 0))
+    sum2 = tl.sum(tl.where(key_N >= key + 2 * unit, value_N, 0))
+    sum3 = tl.sum(tl.where(key_N >= key + 3 * unit, value_N, 0))
+    return sum1, sum2, sum3
 
 
 @triton.jit
-def _search(
-    needed, above_count, above_mass, BY_MASS: tl.constexpr, in_list, listed, logits_ptr, row, stride, vocab_size,
-    row_max, inverse, list_logit_ptr, list_id_ptr, list_mass_ptr, BITS: tl.constexpr, CANDIDATES: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+def _taken(needed, count, mass, tie_mass, BY_MASS: tl.constexpr):
+    """How many of the equal tokens at the end of a prefix belong to it, given what lies before them."""
+    if BY_MASS:
+        return (needed - mass + tie_mass - 1) // tl.maximum(tie_mass, 1)
+    else:
+        return needed - count
+
+
+@triton.jit
+def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, mass_N, exists_N, id_N_ptr):
     """The shortest prefix of the order with ``needed`` tokens, or that mass: its last logit, last id and mass.
 
-    ``above_count`` and ``above_mass`` are those of the tokens above all candidates; the prefix must end among these.
+    It must end among the N candidates, whose ids are read where equal ones need them; ``above_count`` and ``above_mass`` are those of the tokens above all of them.
     """
-    num = tl.where(in_list, listed, vocab_size)
-    wide: tl.constexpr = logits_ptr.dtype.element_ty == tl.float64
-    key_type: tl.constexpr = tl.uint64 if wide else tl.uint32
-    digits: tl.constexpr = 32 if wide else 16
+    wide: tl.constexpr = key_N.dtype == tl.uint64
+    value_N = mass_N if BY_MASS else exists_N.to(tl.int64)
     start = above_mass if BY_MASS else above_count.to(tl.int64)
     # The greatest key such that what is not below it suffices, two bits at a time.
-    key = tl.zeros([], key_type)
-    unit = tl.full([], 1 << 2 * (digits - 1), key_type)
-    for _ in range(digits):
-        key1 = key + unit
-        key2 = key1 + unit
-        key3 = key2 + unit
-        sum1 = start
-        sum2 = start
-        sum3 = start
-        for first in range(0, num, CHUNK):
-            key_N, id_N, mass_N, exists_N = _candidates(
-                first, listed, in_list, logits_ptr, row, stride, vocab_size, row_max, inverse, list_logit_ptr,
-                list_id_ptr, list_mass_ptr, BITS, CANDIDATES, CHUNK,
-            )  # fmt: skip
-            value_N = tl.where(exists_N, mass_N if BY_MASS else mass_N * 0 + 1, 0)
-            sum1 += tl.sum(tl.where(key_N >= key1, value_N, 0))
-            sum2 += tl.sum(tl.where(key_N >= key2, value_N, 0))
-            sum3 += tl.sum(tl.where(key_N >= key3, value_N, 0))
-        key = tl.where(sum3 >= needed, key3, tl.where(sum2 >= needed, key2, tl.where(sum1 >= needed, key1, key)))
+    ones = tl.full([], 2**64 - 1 if wide else 2**32 - 1, key_N.dtype)
+    highest = tl.max(tl.where(exists_N, key_N, 0))
+    differ = highest ^ tl.min(tl.where(exists_N, key_N, ones))
+    unit = tl.full([], 1 << (62 if wide else 30), key_N.dtype)
+    while (unit > differ) & (unit > 1):
         unit = unit >> 2
-    count = above_count.to(tl.int64)
-    mass = above_mass
-    ties = tl.zeros([], tl.int64)
-    tie_mass = tl.zeros([], tl.int64)
-    for first in range(0, num, CHUNK):
-        key_N, id_N, mass_N, exists_N = _candidates(
-            first, listed, in_list, logits_ptr, row, stride, vocab_size, row_max, inverse, list_logit_ptr,
-            list_id_ptr, list_mass_ptr, BITS, CANDIDATES, CHUNK,
-        )  # fmt: skip
-        count += tl.sum(((key_N > key) & exists_N).to(tl.int64))
-        mass += tl.sum(tl.where((key_N > key) & exists_N, mass_N, 0))
-        ties += tl.sum(((key_N == key) & exists_N).to(tl.int64))
-        tie_mass = tl.maximum(tie_mass, tl.max(tl.where((key_N == key) & exists_N, mass_N, 0)))
-    if BY_MASS:
-        taken = (needed - mass + tie_mass - 1) // tl.maximum(tie_mass, 1)
-    else:
-        taken = needed - count
+    # All candidates agree above the digit of ``unit``.
+    key = highest & (ones ^ (unit * 4 - 1))
+    while unit > 0:
+        sum1, sum2, sum3 = _sums_from(key_N, value_N, key, unit)
+        digit = (start + sum1 >= needed).to(key_N.dtype) + (start + sum2 >= needed) + (start + sum3 >= needed)
+        key += unit * digit
+        unit = unit >> 2
+    higher_N = (key_N > key) & exists_N
+    equal_N = (key_N == key) & exists_N
+    mass = above_mass + tl.sum(tl.where(higher_N, mass_N, 0))
+    tie_mass = tl.max(tl.where(equal_N, mass_N, 0))
+    taken = _taken(needed, above_count + tl.sum(higher_N.to(tl.int64)), mass, tie_mass, BY_MASS)
     last_id = tl.zeros([], tl.int32) + _ALL
-    if taken < ties:
+    if taken < tl.sum(equal_N.to(tl.int64)):
         # The lowest id up to which there are enough of the equal ones.
+        id_N = tl.load(id_N_ptr, exists_N, 0)
         last_id = tl.zeros([], tl.int32)
         step = tl.full([], 1 << 30, tl.int32)
         while step > 0:
-            found = tl.zeros([], tl.int64)
-            for first in range(0, num, CHUNK):
-                key_N, id_N, mass_N, exists_N = _candidates(
-                    first, listed, in_list, logits_ptr, row, stride, vocab_size, row_max, inverse, list_logit_ptr,
-                    list_id_ptr, list_mass_ptr, BITS, CANDIDATES, CHUNK,
-                )  # fmt: skip
+            found = tl.sum((equal_N & (id_N < last_id + step)).to(tl.int64))
+            last_id = tl.where(found < taken, last_id + step, last_id)
+            step = step >> 1
+    return _logit(key), last_id, mass + taken * tie_mass
+
+
+@triton.jit
+def _row_chunk(
+    first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Keys, ids and masses of CHUNK tokens of a row from ``first`` on, and whether they exist."""
+    id_N = first + tl.arange(0, CHUNK)
+    exists_N = id_N < vocab_size
+    x_N = tl.load(logits_ptr + row.to(tl.int64) * stride + id_N, exists_N, float("-inf"))
+    return _key(x_N), id_N, tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0), exists_N
+
+
+@triton.jit
+def _search_row(
+    needed, BY_MASS: tl.constexpr, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``_search_list`` with all tokens of the row as candidates: for the rows whose bracket was wrong."""
+    wide: tl.constexpr = logits_ptr.dtype.element_ty == tl.float64
+    key_type: tl.constexpr = tl.uint64 if wide else tl.uint32
+    key = tl.zeros([], key_type)
+    unit = tl.full([], 1 << (62 if wide else 30), key_type)
+    for _ in range(32 if wide else 16):
+        sum1 = needed * 0
+        sum2 = needed * 0
+        sum3 = needed * 0
+        for first in range(0, vocab_size, CHUNK):
+            key_N, id_N, mass_N, exists_N = _row_chunk(
+                first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+            )
+            value_N = mass_N if BY_MASS else exists_N.to(tl.int64)
+            more1, more2, more3 = _sums_from(key_N, value_N, key, unit)
+            sum1 += more1
+            sum2 += more2
+            sum3 += more3
+        key += unit * ((sum1 >= needed).to(key_type) + (sum2 >= needed) + (sum3 >= needed))
+        unit = unit >> 2
+    count = needed * 0
+    mass = needed * 0
+    ties = needed * 0
+    tie_mass = needed * 0
+    for first in range(0, vocab_size, CHUNK):
+        key_N, id_N, mass_N, exists_N = _row_chunk(
+            first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+        )
+        count += tl.sum(((key_N > key) & exists_N).to(tl.int64))
+        mass += tl.sum(tl.where(key_N > key, mass_N, 0))
+        ties += tl.sum(((key_N == key) & exists_N).to(tl.int64))
+        tie_mass = tl.maximum(tie_mass, tl.max(tl.where(key_N == key, mass_N, 0)))
+    taken = _taken(needed, count, mass, tie_mass, BY_MASS)
+    last_id = tl.zeros([], tl.int32) + _ALL
+    if taken < ties:
+        last_id = tl.zeros([], tl.int32)
+        step = tl.full([], 1 << 30, tl.int32)
+        while step > 0:
+            found = needed * 0
+            for first in range(0, vocab_size, CHUNK):
+                key_N, id_N, mass_N, exists_N = _row_chunk(
+                    first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                )
                 found += tl.sum(((key_N == key) & exists_N & (id_N < last_id + step)).to(tl.int64))
             last_id = tl.where(found < taken, last_id + step, last_id)
             step = step >> 1
@@ -651,68 +743,82 @@ def _search(
 @triton.jit
 def _cut_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
-    listed_ptr, list_logit_ptr, list_id_ptr, list_mass_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size,
-    num_parts, PARTS: tl.constexpr, BITS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size, num_parts,
+    PARTS: tl.constexpr, BITS: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr,
+    CHUNK: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
-    """Last kept token of a row and the mass of all kept ones."""
+    """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; IS_LAST goes to the row itself."""
     row = tl.program_id(0)
-    row_max = _row_max(max_ptr, row, num_parts, PARTS)
-    inverse = _inverse(temperature_ptr, row)
-    part_P = tl.arange(0, PARTS)
-    exists_P = part_P < num_parts
-    place_P = row * PARTS + part_P
-    rows_apart = tl.num_programs(0) * PARTS
-    total = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
-    last = tl.full([], float("-inf"), logits_ptr.dtype.element_ty)
-    last_id = tl.zeros([], tl.int32) + _ALL
-    kept = total
-    if _is_finite(row_max):
-        limit = vocab_size.to(tl.int64)
-        if MIN_P:
-            limit = tl.sum(tl.load(counts_ptr + rows_apart + place_P, exists_P, 0)).to(tl.int64)
-            kept = tl.sum(tl.load(masses_ptr + rows_apart + place_P, exists_P, 0))
-            last = tl.min(tl.load(least_ptr + place_P, exists_P, float("inf")))
-        above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0))
-        above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
-        listed = tl.load(listed_ptr + row)
-        fits = listed <= CANDIDATES
-        zero32 = above_count * 0
-        zero64 = above_mass * 0
-        if TOP_K:
-            top_k = tl.load(top_k_ptr + row)
-            if (top_k > 0) & (top_k < limit):
-                in_list = fits & (above_count < top_k) & (top_k <= above_count + listed)
-                last, last_id, kept = _search(
-                    top_k, tl.where(in_list, above_count, zero32), tl.where(in_list, above_mass, zero64), False,
-                    in_list, listed, logits_ptr, row, stride, vocab_size, row_max, inverse, list_logit_ptr,
-                    list_id_ptr, list_mass_ptr, BITS, CANDIDATES, CHUNK,
-                )  # fmt: skip
-        if TOP_P:
-            top_p = tl.load(top_p_ptr + row)
-            if top_p < 1:
-                needed = _nucleus_mass(kept, top_p)
-                listed_mass = zero64
-                for first in range(0, tl.where(fits, listed, 0), CHUNK):
-                    place_N = first + tl.arange(0, CHUNK)
-                    here_N = row.to(tl.int64) * CANDIDATES + place_N
-                    listed_mass += tl.sum(tl.load(list_mass_ptr + here_N, place_N < listed, 0))
-                in_list = fits & (above_mass < needed) & (needed <= above_mass + listed_mass)
-                last, last_id, kept = _search(
-                    needed, tl.where(in_list, above_count, zero32), tl.where(in_list, above_mass, zero64), True,
-                    in_list, listed, logits_ptr, row, stride, vocab_size, row_max, inverse, list_logit_ptr,
-                    list_id_ptr, list_mass_ptr, BITS, CANDIDATES, CHUNK,
-                )  # fmt: skip
-    tl.store(last_ptr + row, last)
-    tl.store(last_id_ptr + row, last_id)
-    tl.store(kept_ptr + row, kept)
+    listed = tl.load(listed_ptr + row)
+    is_open = True
+    if IS_LAST:
+        is_open = ~tl.load(is_cut_ptr + row)
+    if is_open:
+        row_max = _row_max(max_ptr, row, num_parts, PARTS)
+        inverse = _inverse(temperature_ptr, row)
+        part_P = tl.arange(0, PARTS)
+        exists_P = part_P < num_parts
+        place_P = row * PARTS + part_P
+        rows_apart = tl.num_programs(0) * PARTS
+        last = tl.full([], float("-inf"), logits_ptr.dtype.element_ty)
+        last_id = tl.zeros([], tl.int32) + _ALL
+        kept = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
+        is_cut = kept == kept
+        if _is_finite(row_max):
+            limit = vocab_size.to(tl.int64)
+            if MIN_P:
+                limit = tl.sum(tl.load(counts_ptr + rows_apart + place_P, exists_P, 0)).to(tl.int64)
+                kept = tl.sum(tl.load(masses_ptr + rows_apart + place_P, exists_P, 0))
+                last = tl.min(tl.load(least_ptr + place_P, exists_P, float("inf")))
+            above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0)).to(tl.int64)
+            above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
+            # A list that is not held with all tokens of its bracket is of no use.
+            listed = tl.where(listed <= HELD, listed, 0)
+            place_N = tl.arange(0, HELD)
+            exists_N = place_N < listed
+            first_of_row = row.to(tl.int64) * CANDIDATES
+            x_N = tl.load(list_logit_ptr + first_of_row + place_N, exists_N, float("-inf"))
+            id_N_ptr = list_id_ptr + first_of_row + place_N
+            key_N = _key(x_N)
+            mass_N = tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0)
+            if TOP_K:
+                top_k = tl.load(top_k_ptr + row)
+                if (top_k > 0) & (top_k < limit):
+                    if (above_count < top_k) & (top_k <= above_count + listed):
+                        last, last_id, kept = _search_list(
+                            top_k, above_count, above_mass, False, key_N, mass_N, exists_N, id_N_ptr
+                        )
+                    elif IS_LAST:
+                        last, last_id, kept = _search_row(
+                            top_k, False, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                        )
+                    else:
+                        is_cut = kept != kept
+            if TOP_P:
+                top_p = tl.load(top_p_ptr + row)
+                if top_p < 1:
+                    needed = _nucleus_mass(kept, top_p)
+                    if (above_mass < needed) & (needed <= above_mass + tl.sum(mass_N)):
+                        last, last_id, kept = _search_list(
+                            needed, above_count, above_mass, True, key_N, mass_N, exists_N, id_N_ptr
+                        )
+                    elif IS_LAST:
+                        last, last_id, kept = _search_row(
+                            needed, True, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                        )
+                    else:
+                        is_cut = kept != kept
+        tl.store(is_cut_ptr + row, is_cut)
+        tl.store(last_ptr + row, last)
+        tl.store(last_id_ptr + row, last_id)
+        tl.store(kept_ptr + row, kept)
 
 
 @triton.jit
 def _finish_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, last_ptr, last_id_ptr,
-    kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, stride, vocab_size,
-    num_parts, PARTS: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr,
+    kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, stride, vocab_size, num_parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
     """Token of a row and its log-probabilities."""
     row = tl.program_id(0)
@@ -736,38 +842,40 @@ def _finish_kernel(
             best = tl.max(best_P)
             near_P = best_P >= best - _MARGIN
             close = tl.sum(tl.where(near_P, tl.load(close_ptr + place_P, exists_P, 0), 0))
-            token = tl.sum(tl.where(near_P, part_P * PART, 0)) + close - PART
-            if (close >= 2 * PART) | (inverse > _STEEPEST):
+            is_told = (close < PART // 2) & (inverse <= _STEEPEST)
+            if is_told:
+                group_1 = tl.sum(tl.where(near_P, part_P * (PART // 4), 0)) + close - PART // 4 + tl.arange(0, 1)
+                id_14 = group_1[:, None] * 4 + tl.arange(0, 4)[None]
+                x_14 = tl.load(logits_ptr + row.to(tl.int64) * stride + id_14, id_14 < vocab_size, float("-inf"))
+                if TRUNCATES:
+                    x_14 = _only_kept(x_14, id_14, last_ptr, last_id_ptr, row)
+                score, token = _best_of_groups(x_14, group_1, row_max, row, inverse, seeds_ptr, positions_ptr, 1)
+                # Rough noise may be too high; then another token may have won.
+                is_told = score >= best - _MARGIN / 4
+            if not is_told:
+                best_part = tl.min(tl.where(best_P == best, part_P, _ALL))
                 best_score = tl.full([], float("-inf"), tl.float64)
-                for part in range(num_parts):
-                    part_best = tl.max(tl.where(part_P == part, best_P, float("-inf")))
-                    if (part_best >= best - _MARGIN) | (inverse > _STEEPEST):
-                        x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART)
+                # The part that looks best comes first, so that few of the others can still hold the winner.
+                for step in range(num_parts + 1):
+                    part = tl.where(step == 0, best_part, step - 1)
+                    if tl.max(tl.where(part_P == part, best_P, float("-inf"))) >= best_score - _MARGIN / 4:
+                        x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
                         if TRUNCATES:
-                            last = tl.load(last_ptr + row)
-                            kept_G4 = (x_G4 > last) | ((x_G4 == last) & (id_G4 <= tl.load(last_id_ptr + row)))
-                            x_G4 = tl.where(kept_G4, x_G4, float("-inf"))
-                        scaled_G4 = (x_G4.to(tl.float64) - row_max.to(tl.float64)) * inverse
-                        w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_G)
-                        x0, x1, x2, x3 = _columns_of_four(scaled_G4, PART // 4)
-                        s0 = _exact_noise(w0) + x0
-                        s1 = _exact_noise(w1) + x1
-                        s2 = _exact_noise(w2) + x2
-                        s3 = _exact_noise(w3) + x3
-                        score = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)))
-                        if score > best_score:
-                            best_score = score
-                            place_G = tl.where(s2 == score, 2, tl.where(s3 == score, 3, _ALL))
-                            place_G = tl.where(s0 == score, 0, tl.where(s1 == score, 1, place_G))
-                            token = tl.min(tl.where(place_G == _ALL, _ALL, group_G * 4 + place_G))
-    token = tl.minimum(token, vocab_size - 1)
+                            x_G4 = _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row)
+                        score, found = _best_of_groups(
+                            x_G4, group_G, row_max, row, inverse, seeds_ptr, positions_ptr, PART // 4
+                        )
+                        wins = (score > best_score) | ((score == best_score) & (found < token))
+                        token = tl.where(wins, found, token)
+                        best_score = tl.maximum(score, best_score)
     logit = tl.load(logits_ptr + row.to(tl.int64) * stride + token)
     scaled = (logit.to(tl.float64) - row_max.to(tl.float64)) * inverse
+    nan = float("nan")
     raw = scaled - tl.log(total.to(tl.float64) * (2.0 ** (-BITS)))
     behavior = raw
     if TRUNCATES:
         behavior = scaled - tl.log(tl.load(kept_ptr + row).to(tl.float64) * (2.0 ** (-BITS)))
     tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(raw_ptr + row, raw)
-    tl.store(behavior_ptr + row, behavior)
+    tl.store(raw_ptr + row, tl.where(is_finite, raw, nan).to(raw_ptr.dtype.element_ty))
+    tl.store(behavior_ptr + row, tl.where(is_finite, behavior, nan).to(behavior_ptr.dtype.element_ty))
     tl.store(nan_ptr + row, ~is_finite)

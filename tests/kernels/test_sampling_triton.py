@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -125,12 +126,12 @@ def test_rows_equal_the_twin(small_parts: None, vocab_size: int, asks: str, dtyp
 def _noise_kernel(words_ptr, rough_ptr, exact_ptr, SIZE: tl.constexpr, FAST_LOG: tl.constexpr):
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     word = tl.load(words_ptr + place).to(tl.uint32)
-    tl.store(rough_ptr + place, sampling_triton._rough_noise(word, FAST_LOG))
+    tl.store(rough_ptr + place, sampling_triton._rough_score(word.to(tl.float32) * 0, word, FAST_LOG))
     tl.store(exact_ptr + place, sampling_triton._exact_noise(word))
 
 
 def test_rough_noise_keeps_its_margin() -> None:
-    """The draw is exact because the rough noise is never off by as much as the margin assumes."""
+    """The draw is exact because the rough noise is nowhere lower than the true one by as much as the margin assumes."""
     ends = torch.arange(2**14)
     around = 2**27 + torch.arange(-(2**13), 2**13)
     powers = torch.cat([2**bits + torch.arange(-64, 64) for bits in range(7, 32)])
@@ -139,8 +140,10 @@ def test_rough_noise_keeps_its_margin() -> None:
     rough = torch.empty(len(words), dtype=torch.float32, device=DEVICE)
     exact = torch.empty(len(words), dtype=torch.float64, device=DEVICE)
     _noise_kernel[(len(words) // 1024,)](words, rough, exact, SIZE=1024, FAST_LOG=DEVICE == "cuda", enable_fp_fusion=False)
-    worst = (rough.double() - exact).abs().max()
-    assert worst < sampling_triton.MARGIN / 8, worst
+    error = rough.double() - math.log(math.log(2)) - exact
+    assert error.min() > -sampling_triton.MARGIN / 8, error.min()
+    # Higher by more than that it is for few words only, whose tokens must else be computed in fp64 all the time.
+    assert (error > sampling_triton.MARGIN / 8).double()[-(2**17) :].mean() < 1e-3
     one_minus_u = (1 - 2.0**-33 - words.double() * 2.0**-32).clamp_min(2.0**-24)
     assert (exact + (-one_minus_u.log()).log()).abs().max() < 1e-13
     assert len(gumbel_noise(words[:1], words[:1], 4)) == 1
