@@ -8,7 +8,6 @@ weights rotating out of the L2 cache; read bandwidth and matrix rate are measure
 ``tune``: the tilings behind ``tiling_for``. Prints tables and writes ``gemm_h200.json``.
 """
 
-# ruff: noqa: N803 - constants of a kernel are in capitals
 from __future__ import annotations
 
 import argparse

@@ -10,7 +10,6 @@ Each launch may begin while the kernel before it ends (programmatic dependent la
 first weights, which nobody writes during a step, and waits for that kernel before it reads anything.
 """
 
-# ruff: noqa: N803 - constants of a kernel are in capitals
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -5,7 +5,6 @@ Contract: that of ``paged.kernels.moe`` over bf16 or fp16; an expert's products 
 distribution over experts may need; a program finds its expert in the tiles' bounds on the device, or has nothing to do.
 """
 
-# ruff: noqa: N803 - constants of a kernel are in capitals
 from __future__ import annotations
 
 import torch

@@ -5,7 +5,6 @@ is one program's (of ``norm_rope``, a token's eight heads), whose block and warp
 bits know no neighbours and no batch. For bf16, fp16 and fp32.
 """
 
-# ruff: noqa: N803, N806 - constants of a kernel are in capitals
 from __future__ import annotations
 
 import torch

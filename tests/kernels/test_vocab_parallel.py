@@ -11,7 +11,7 @@ from ranks import RankPool
 
 from paged.kernels import sampling, vocab_parallel
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.sampling import SampledRows, SamplingColumns
+from paged.kernels.sampling_columns import SampledRows, SamplingColumns
 
 # Rows a vocabulary: NaN and infinities among them where asked for.
 NUM_ROWS = 11
