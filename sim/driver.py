@@ -69,7 +69,6 @@ class _Simulation:
         self.executor = SimExecutor(latency, config.block_size)
         self.env = simpy.Environment()
         self.inbox: deque[Job] = deque()
-        self.num_to_come = 0
         self.next_arrival_s = 0.0
         self.wake: simpy.Event | None = None
         self.num_ended = 0
@@ -80,7 +79,6 @@ class _Simulation:
     def run(self, jobs: list[Job]) -> SimRecord:
         start = time.perf_counter()
         assert all(job.arrival_s <= after.arrival_s for job, after in pairwise(jobs)), "jobs out of order of arrival"
-        self.num_to_come = len(jobs)
         self.env.process(self._arrive(jobs))
         loop = self.env.process(self._loop())
         try:
@@ -101,7 +99,6 @@ class _Simulation:
                 # simpy adds the time to its own, which may end just before the arrival.
                 yield env.timeout(max(job.arrival_s - env.now, math.ulp(job.arrival_s)))
             inbox.append(job)
-            self.num_to_come -= 1
             if self.wake is not None:
                 wake, self.wake = self.wake, None
                 wake.succeed()
@@ -156,7 +153,7 @@ class _Simulation:
                 num_steps += 1
                 if num_steps % _STEPS_PER_LOOK == 0:
                     self._look(num_steps)
-            elif self.num_to_come or inbox:
+            elif self.next_arrival_s < math.inf or inbox:
                 if not inbox:
                     self.wake = env.event()
                     yield self.wake

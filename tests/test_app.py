@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import logging
 import os
 import re
 import shutil
@@ -10,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from command_tools import Cli, commands, folder_of
 from paged.app import COMMANDS, main
 from paged.config.convert import groups_of
 
@@ -44,8 +44,6 @@ TEMPLATE = (
 )
 SMALL = ("device=cpu", "workload.num_prompts=2", "sampling.n=2", "sampling.max_tokens=6")
 
-Cli = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,25 +64,13 @@ def cli(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Cli]:
     """Runs `python -m paged run` with the small checkpoint in this process; exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    before = list(root.handlers)
+    with commands(tmp_path, monkeypatch, capsys, "run") as run:
 
-    def call(*overrides: str, model: bool = True) -> tuple[int, str, str]:
-        given = [f"model.path={checkpoint}", "weights=dummy"] if model else []
-        code = main(["run", *given, *overrides])
-        out, err = capsys.readouterr()
-        return code, out, err
+        def call(*overrides: str, model: bool = True) -> tuple[int, str, str]:
+            given = [f"model.path={checkpoint}", "weights=dummy"] if model else []
+            return run(*given, *overrides)
 
-    yield call
-    # Hydra's handlers hold this test's streams and files.
-    for handler in [handler for handler in root.handlers if handler not in before]:
-        root.removeHandler(handler)
-        handler.close()
-
-
-def folder_of(out: str) -> Path:
-    return Path(out.splitlines()[-1])
+        yield call
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

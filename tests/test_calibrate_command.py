@@ -2,17 +2,16 @@
 
 import csv
 import json
-import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paged.app import main
+from command_tools import Cli, commands, folder_of
 from paged.config.calibrate import CalibratedSchema, Outside
 from paged.core.model_spec import ModelSpec
 from paged.model.locate import EMBEDDED
@@ -23,26 +22,12 @@ from sim_tools import Load, write_run
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = json.loads((EMBEDDED["tiny"] / "config.json").read_text())
 
-Cli = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """Runs a command in this process and in an empty folder; exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    before = list(root.handlers)
-
-    def call(*args: str) -> tuple[int, str, str]:
-        code = main(args)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    yield call
-    # Hydra's handlers hold this test's streams and files.
-    for handler in [handler for handler in root.handlers if handler not in before]:
-        root.removeHandler(handler)
-        handler.close()
+    with commands(tmp_path, monkeypatch, capsys) as call:
+        yield call
 
 
 def cost(shape: StepShape) -> float:
@@ -67,10 +52,6 @@ def make_run(
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
-
-
-def folder_of(out: str) -> Path:
-    return Path(out.splitlines()[-1])
 
 
 def test_real_runs_of_the_tiny_model_are_fitted(cli: Cli, tmp_path: Path) -> None:

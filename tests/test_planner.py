@@ -2,7 +2,6 @@
 
 import csv
 import json
-import logging
 import re
 import shutil
 import subprocess
@@ -13,29 +12,17 @@ from typing import Any
 
 import pytest
 
-from paged.app import main
+from command_tools import Cli, commands
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Plan = Callable[..., dict[str, Any]]
-Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """Runs `python -m paged plan` in this process; exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    before = list(root.handlers)
-
-    def call(*args: str) -> tuple[int, str, str]:
-        code = main(["plan", *args])
-        return code, *capsys.readouterr()
-
-    yield call
-    # Hydra's handlers hold this test's streams and files.
-    for handler in [handler for handler in root.handlers if handler not in before]:
-        root.removeHandler(handler)
-        handler.close()
+    with commands(tmp_path, monkeypatch, capsys, "plan") as call:
+        yield call
 
 
 @pytest.fixture

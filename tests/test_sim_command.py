@@ -2,11 +2,10 @@
 
 import csv
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 import paged.sim.driver
 import paged.simulate
+from command_tools import Cli, commands, folder_of
 from paged.app import main
 from paged.interrupts import InterruptRequest
 from paged.sim.calibration import Calibration, ErrorSummary, HostTime, Memory, Provenance, Range
@@ -30,30 +30,12 @@ SMALL = (
 )
 QUICK = ("plots=false", "trace_file=false")
 
-Cli = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """Runs `python -m paged sim` in this process and in an empty folder; exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    before = list(root.handlers)
-
-    def call(*overrides: str) -> tuple[int, str, str]:
-        code = main(["sim", *overrides])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    yield call
-    # Hydra's handlers hold this test's streams and files.
-    for handler in [handler for handler in root.handlers if handler not in before]:
-        root.removeHandler(handler)
-        handler.close()
-
-
-def folder_of(out: str) -> Path:
-    return Path(out.splitlines()[-1])
+    with commands(tmp_path, monkeypatch, capsys, "sim") as call:
+        yield call
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

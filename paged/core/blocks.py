@@ -123,10 +123,7 @@ class BlockPool:
 
     def publish(self, block: int, key: Key) -> None:
         """Let ``block`` be found by ``key``; if another block already is, nothing changes."""
-        assert self.references[block] > 0, "only a block in use can be published"
-        if key not in self._block_by_key and self._key_by_block[block] is None:
-            self._block_by_key[key] = block
-            self._key_by_block[block] = key
+        self.publish_all((block,), (key,))
 
     def publish_all(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
         """``publish`` each of ``blocks`` under the key at the same place."""

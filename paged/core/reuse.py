@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import takewhile
 
 from paged.core.blocks import BlockPool
@@ -77,30 +78,24 @@ class PrefixReuse:
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Offer the blocks of ``sequence`` that its leading ``num_computed`` tokens, all committed, have filled."""
         full = num_computed // self._block_size
-        keys, blocks, leaders, pool = sequence.keys, sequence.blocks, self._leaders, self._pool
-        if len(keys) < full:
+        if len(sequence.keys) < full:
             self._extend_keys(sequence, full)
         first = sequence.num_published
-        if full == first + 1:
-            # A decode that has filled a block.
-            filled = keys[first : first + 1]
-            pool.publish(blocks[first], filled[0])
-        else:
-            filled = keys[first:full]
-            pool.publish_all(blocks[first:full], filled)
-        if leaders:
-            for key in filled:
-                if leaders.get(key) is sequence:
-                    del leaders[key]
-                    self.num_unled += 1
+        filled = sequence.keys[first:full]
+        self._pool.publish_all(sequence.blocks[first:full], filled)
+        self._unlead(sequence, filled)
         sequence.num_published = full
         sequence.publish_at = (full + 1) * self._block_size
 
     def leave(self, sequence: Sequence) -> None:
         """Forget ``sequence`` as a leader: it gives up its blocks."""
+        self._unlead(sequence, sequence.keys[sequence.num_published :])
+
+    def _unlead(self, sequence: Sequence, keys: Seq[Key]) -> None:
+        """Take from ``sequence`` those of ``keys`` that it leads: their blocks are there, or will not come from it."""
         leaders = self._leaders
         if leaders:
-            for key in sequence.keys[sequence.num_published :]:
+            for key in keys:
                 if leaders.get(key) is sequence:
                     del leaders[key]
                     self.num_unled += 1

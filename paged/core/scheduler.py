@@ -241,33 +241,9 @@ class Scheduler:
             RuntimeError: unfinished sequences exist, but neither this plan nor one in flight advances any.
         """
         assert len(self._in_flight) < self.config.depth, "commit a result before planning on"
-        # An earlier attempt that came to nothing may have preempted; only this one's victims forbid admissions.
-        num_preempted = len(self._preempted)
-        draft: _Draft | None = None
         steady = self._steady or self._begin_steady()
-        if steady is not None:
-            appended = self._grow_steadily(steady)
-            if appended is not None:
-                starts = steady.advance()
-                if self._waiting:
-                    draft = self._admit_beside(steady, starts, appended)
-                if draft is None:
-                    columns = steady.slots, starts, steady.lengths, steady.logits
-                    return self._hand_out(columns, steady.sequences, (), appended, len(starts))
-            else:
-                self._end_steady()
-        if draft is None:
-            draft = _Draft(self.config.max_step_tokens)
-            self._plan_running(draft)
-            if self._waiting and len(self._preempted) == num_preempted:
-                self._admit(draft)
-        if not draft.slots:
-            if self._live and not self._in_flight:
-                raise RuntimeError(f"no sequence can make progress: {self._describe()}")
-            return None
-        columns = draft.slots, draft.starts, draft.lengths, draft.logits
-        num_tokens = self.config.max_step_tokens - draft.budget
-        return self._hand_out(columns, draft.sequences, draft.started, draft.appended, num_tokens)
+        plan = self._plan_steadily(steady) if steady is not None else None
+        return plan if plan is not None else self._plan_anew()
 
     def commit(self, result: StepResult) -> Commit:
         """Take in the result of the oldest plan in flight: append tokens, publish blocks, finish what ended.
@@ -373,6 +349,25 @@ class Scheduler:
 
     # Planning
 
+    def _plan_anew(self) -> StepPlan | None:
+        """The next step by a look at every running sequence; None if there is nothing to compute now."""
+        draft = _Draft(self.config.max_step_tokens)
+        # An earlier attempt that came to nothing may have preempted; only this one's victims forbid admissions.
+        num_preempted = len(self._preempted)
+        self._plan_running(draft)
+        if self._waiting and len(self._preempted) == num_preempted:
+            self._admit(draft)
+        if draft.slots:
+            return self._hand_out_draft(draft)
+        if self._live and not self._in_flight:
+            raise RuntimeError(f"no sequence can make progress: {self._describe()}")
+        return None
+
+    def _hand_out_draft(self, draft: _Draft) -> StepPlan:
+        columns = draft.slots, draft.starts, draft.lengths, draft.logits
+        num_tokens = self.config.max_step_tokens - draft.budget
+        return self._hand_out(columns, draft.sequences, draft.started, draft.appended, num_tokens)
+
     def _hand_out(
         self,
         columns: tuple[Seq[int], Seq[int], Seq[int], Seq[int]],
@@ -399,6 +394,20 @@ class Scheduler:
 
     # Steady decoding
 
+    def _plan_steadily(self, steady: SteadyDecode) -> StepPlan | None:
+        """The next step of a steady decoding; None if it cannot go on, and has ended."""
+        appended = self._grow_steadily(steady)
+        if appended is None:
+            self._end_steady()
+            return None
+        starts = steady.advance()
+        if self._waiting:
+            draft = self._admit_beside(steady, starts, appended)
+            if draft is not None:
+                return self._hand_out_draft(draft)
+        columns = steady.slots, starts, steady.lengths, steady.logits
+        return self._hand_out(columns, steady.sequences, (), appended, len(starts))
+
     def _begin_steady(self) -> SteadyDecode | None:
         """A steady decoding of all that runs; None if anything but a plain decode is next for some sequence."""
         running = self._running
@@ -409,17 +418,18 @@ class Scheduler:
         for sequence in reversed(running):
             position, blocks = sequence.num_scheduled, sequence.blocks
             is_decode = sequence.num_tokens == position + 1 and position >= sequence.num_forwarded
-            # The last token of a recomputed text may have its block already.
-            if not is_decode or position < sequence.num_prompt or len(blocks) != num_blocks_for(position, block_size):
+            # Such a row may sample no last token, and the last token of a recomputed text may have its block already.
+            if (
+                not is_decode
+                or not sequence.num_prompt <= position < sequence.max_tokens_total - 2
+                or len(blocks) != num_blocks_for(position, block_size)
+            ):
                 return None
             # What is begun is written on; a block that is full is followed by a new one.
             if position % block_size and references[blocks[-1]] != 1:
                 self.pool.check_writable(blocks[-1:])
-        steady = SteadyDecode(running, block_size)
-        if steady.num_left <= 0:
-            return None
-        self._steady = steady
-        return steady
+        self._steady = SteadyDecode(running, block_size)
+        return self._steady
 
     def _grow_steadily(self, steady: SteadyDecode) -> Seq[tuple[int, int]] | None:
         """The blocks that the next plan of a steady decoding appends; None if it cannot go on: nothing has changed."""

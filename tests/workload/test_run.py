@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paged.app import main
+from command_tools import commands, folder_of
 from paged.workload.prompts import PromptsWorkload
 from paged.workload.trace import TraceWorkload
 
@@ -57,20 +56,13 @@ def run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Run]:
     """Runs a workload in this process; exit code, folder, errors."""
-    monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    before = list(root.handlers)
+    with commands(tmp_path, monkeypatch, capsys, *arguments) as cli:
 
-    def call(*overrides: str) -> tuple[int, Path, str]:
-        code = main([*arguments, *overrides])
-        out, err = capsys.readouterr()
-        return code, Path(out.splitlines()[-1]) if out else Path(), err
+        def call(*overrides: str) -> tuple[int, Path, str]:
+            code, out, err = cli(*overrides)
+            return code, folder_of(out) if out else Path(), err
 
-    yield call
-    # Hydra's handlers hold this test's streams and files.
-    for handler in [handler for handler in root.handlers if handler not in before]:
-        root.removeHandler(handler)
-        handler.close()
+        yield call
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
