@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel_tools import LLAMA, VOCAB, Scorer, load_and_count, local_tensors, score, score_random, texts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from paged.model import parallel as parallel_module
 from paged.model.checkpoint import CheckpointError
 from paged.model.decoder import Decoder
 from paged.model.parallel import RowParallel, VocabParallelEmbedding, VocabParallelHead
+from parallel_tools import LLAMA, VOCAB, Scorer, load_and_count, local_tensors, score, score_random, texts
 
 NUMERICS = Numerics()
 

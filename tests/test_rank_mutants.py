@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 import rank_mutants
+from oracles import random_folder
 from parallel_tools import VOCAB
 from ranks import RankPool
-
-from oracles import random_folder
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tp_tools import QWEN3, is_there, save_model
 
 from paged import Engine
 from paged.app import main
+from tp_tools import QWEN3, is_there, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = ("device=cpu", "dtype=float32", "workload.num_prompts=3", "sampling.n=1", "sampling.temperature=0")

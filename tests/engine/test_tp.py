@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tp_tools import SPECS, VOCAB, Came, is_there, pids, run, save_model, state_dict, tp_engine, workload
 
 from engine_tools import Arrival, essences, random_prompt, save_tokenizer
 from oracles import random_folder
@@ -23,6 +22,7 @@ from paged.core.sharding import local_spec
 from paged.model.checkpoint import CheckpointError
 from paged.runner.kv_cache import KVCache
 from paged.runner.launched import Launch
+from tp_tools import SPECS, VOCAB, Came, is_there, pids, run, save_model, state_dict, tp_engine, workload
 
 # Fields of the engine, and whether all prompts begin alike.
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {

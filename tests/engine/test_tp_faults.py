@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tp_faults
-from tp_tools import is_there, pids, save_model, tp_engine
 
+import tp_faults
 from paged import Engine, SamplingParams
 from paged.core.agreement import TPDesyncError, TPError
 from paged.runner import ranks
+from tp_tools import is_there, pids, save_model, tp_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMS = [

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from tp_tools import QWEN3, is_there, pids, run, save_model, state_dict, workload
 
 from engine_tools import essences
 from paged import Engine, SamplingParams
 from paged.core.agreement import TPError
+from tp_tools import QWEN3, is_there, pids, run, save_model, state_dict, workload
 
 pytestmark = [
     pytest.mark.gpu,

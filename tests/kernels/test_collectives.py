@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankError, RankPool
 
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.numerics import fold_tree
+from ranks import RankError, RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 

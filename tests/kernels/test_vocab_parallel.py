@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import RankPool
 
 from paged.kernels import sampling, vocab_parallel
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.sampling_columns import SampledRows, SamplingColumns
+from ranks import RankPool
 
 # Rows a vocabulary: NaN and infinities among them where asked for.
 NUM_ROWS = 11

@@ -8,6 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+
+from oracles import random_folder
+from paged.core.model_spec import ModelSpec
+from paged.core.sharding import num_parameters_per_rank
+from paged.kernels.collectives import SINGLE, RankGroup
+from paged.kernels.numerics import Numerics
+from paged.model.decoder import Decoder
+from paged.model.parallel import build_decoder, random_decoder
 from parallel_tools import (
     MISTRAL,
     OLMOE,
@@ -24,14 +32,6 @@ from parallel_tools import (
     texts,
 )
 from ranks import RankPool
-
-from oracles import random_folder
-from paged.core.model_spec import ModelSpec
-from paged.core.sharding import num_parameters_per_rank
-from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.numerics import Numerics
-from paged.model.decoder import Decoder
-from paged.model.parallel import build_decoder, random_decoder
 
 INVARIANT, FAST, SEGMENTS = Numerics(), Numerics(mode="fast"), Numerics(k_segments=4)
 

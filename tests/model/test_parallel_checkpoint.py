@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_tools import VOCAB, join, load_and_count, local_tensors
-from ranks import RankPool
 from safetensors.torch import save_file
 
 from oracles import random_folder, read_folder
@@ -22,6 +20,8 @@ from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import CheckpointError, load_decoder, update_decoder
 from paged.model.decoder import Decoder
 from paged.model.parallel import random_decoder
+from parallel_tools import VOCAB, join, load_and_count, local_tensors
+from ranks import RankPool
 
 NUMERICS = Numerics()
 LAYER = "model.layers.1.self_attn."
