@@ -218,6 +218,8 @@ class Engine:
         if self.tokenizer is None and (params.stop or stream_text):
             raise ValueError("stop needs text, and this checkpoint has no tokenizer")
         self._check_ids(params)
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"request_id must be a text, not {request_id!r}")
         number = None
         if request_id is None:
             number = next(n for n in itertools.count(self._num_made_ids) if not self._is_taken(f"request-{n}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +21,9 @@ KV_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.
 # On a GPU, what activations and the runtime take until it is measured; on a CPU, the whole pool.
 OTHER_GPU_BYTES = 1 << 30
 CPU_POOL_BYTES = 2 << 30
+
+# A year: what clocks and sockets take.
+MOST_TIMEOUT_S = 31_536_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,8 @@ class EngineConfig:
         _check_choice("verify", self.verify, (True, False))
         if isinstance(self.tp, bool) or not isinstance(self.tp, int) or self.tp < 1:
             raise ValueError(f"tp must be a whole number, at least 1, not {self.tp!r}")
-        if not isinstance(self.tp_timeout_s, int | float) or not 0 < self.tp_timeout_s < math.inf:
-            raise ValueError(f"tp_timeout_s must be above 0, not {self.tp_timeout_s!r}")
+        if not isinstance(self.tp_timeout_s, int | float) or not 0.1 <= self.tp_timeout_s <= MOST_TIMEOUT_S:
+            raise ValueError(f"tp_timeout_s must be 0.1 to {MOST_TIMEOUT_S}, not {self.tp_timeout_s!r}")
         self.build_numerics()
         if not isinstance(self.policy, Policy):
             raise ValueError(f"policy must be a Policy, not {self.policy!r}")

@@ -330,7 +330,7 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         (["tp=3"], "tp must divide num_attention_heads 2, and divide intermediate_size 32, not 3"),
         (["tp=2", "numerics.k_segments=3"], "numerics.k_segments must be a power of two, not 3"),
         (["numerics.reduce_dtype=int8"], "reduce_dtype must be one of model, float32, not 'int8'"),
-        (["tp_timeout_s=0"], "tp_timeout_s must be above 0, not 0.0"),
+        (["tp_timeout_s=0"], "tp_timeout_s must be 0.1 to 31536000, not 0.0"),
         (["dtype=int3"], "dtype must be one of"),
         (["kv_dtype=int3"], "kv_dtype must be one of"),
         (["max_seq_len=100000"], "max_seq_len 100000 exceeds the model's max_position_embeddings"),

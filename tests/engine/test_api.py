@@ -206,6 +206,15 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     assert essences(again) == essences(first)
 
 
+@pytest.mark.parametrize("request_id", [5, ("a", 1)])
+def test_an_id_that_is_no_text_is_refused(request_id: Any) -> None:
+    """Ranks send ids to each other, so what one device would take must not end an engine of several."""
+    engine = make_engine()
+    with pytest.raises(ValueError, match="request_id must be a text"):
+        engine.add_request(PROMPTS[0], SEEDED, request_id)
+    assert not engine.has_unfinished
+
+
 def test_made_ids_avoid_those_in_use() -> None:
     engine = make_engine()
     engine.add_request(PROMPTS[0], SEEDED, "request-0")
