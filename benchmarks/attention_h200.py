@@ -22,10 +22,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from paged.kernels.attention import attention
-from paged.kernels.batch_layout import BatchLayout
-from paged.kernels.kv_cache import store
-from paged.kernels.layer_cache import LayerCache
+from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.numerics import Numerics
 
 INVARIANT = Numerics()

@@ -19,8 +19,7 @@ import torch
 import triton
 from attention_h200 import graph_us, read_bandwidth
 
-from paged.kernels.sampling import sample, sample_by_torch, token_logprobs
-from paged.kernels.sampling_columns import SamplingColumns
+from paged.kernels.sampling import SamplingColumns, sample, sample_by_torch, token_logprobs
 
 VOCAB = 151_936
 DEVICE = "cuda"

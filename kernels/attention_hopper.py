@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged.kernels.layer_cache import LayerCache
+from paged.kernels.kv_cache import LayerCache
 from paged.kernels.numerics import Numerics
 
 if TYPE_CHECKING:
-    from paged.kernels.batch_layout import BatchLayout
+    from paged.kernels.attention import BatchLayout
 
 ROWS = 128
 STAGES = 4
@@ -65,9 +65,11 @@ def chunk_attention_hopper(
     numerics: Numerics,
 ) -> None:
     """Write attention of the sequences with several rows to their rows of ``out_THD``; ``factor`` is scale * log2(e)."""
+    from paged.kernels.attention_triton import chunk_tiles
+
     num_shared = q_THD.shape[1] // cache.num_kv_heads
     padded = triton.next_power_of_2(num_shared)
-    tiles_N4 = layout.chunk_tiles(ROWS // padded)
+    tiles_N4 = chunk_tiles(layout, ROWS // padded)
     _kernel[(tiles_N4.shape[0] * cache.num_kv_heads,)](
         q_THD,
         cache.key,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged.kernels.layer_cache import LayerCache
+from paged.kernels.kv_cache import LayerCache
 
 
 def store_triton(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, cell_T: torch.Tensor) -> None:

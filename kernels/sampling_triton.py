@@ -30,7 +30,7 @@ from paged.kernels.exponential import COEFFICIENTS, LOG2_E
 from paged.kernels.philox import KEY_STEPS, MIN_ONE_MINUS_U, MULTIPLIERS, NUM_ROUNDS
 
 if TYPE_CHECKING:
-    from paged.kernels.sampling_columns import SamplingColumns
+    from paged.kernels.sampling import SamplingColumns
 
 PART: Final = 8192
 CLUSTER: Final = 32

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from paged.kernels.collectives import RankGroup
-from paged.kernels.sampling import log_sum_exp_of_mass, logprobs_of_logits, sum_of_masses
-from paged.kernels.sampling_columns import SampledRows
+from paged.kernels.sampling import SampledRows, log_sum_exp_of_mass, logprobs_of_logits, sum_of_masses
 
 
 def log_sum_exp(logits_RL: Tensor, temperature_R: Tensor, *, vocab_size: int, group: RankGroup) -> Tensor:

@@ -23,7 +23,7 @@ from paged.core.policy import Policy
 from paged.core.request import SamplingParams
 from paged.core.scheduler import Scheduler, SchedulerConfig
 from paged.kernels.numerics import Numerics
-from paged.kernels.sampling_columns import SampledRows
+from paged.kernels.sampling import SampledRows
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.runner import TorchRunner

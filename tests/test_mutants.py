@@ -48,8 +48,7 @@ from oracles import raw_greedy, raw_logits
 from paged import CompletionOutput, Engine, SamplingParams
 from paged.core.blocks import BlockPool
 from paged.core.scheduler import Scheduler
-from paged.kernels.sampling import kept_tokens, probabilities, sample
-from paged.kernels.sampling_columns import SamplingColumns
+from paged.kernels.sampling import SamplingColumns, kept_tokens, probabilities, sample
 from paged.model.decoder import Decoder
 
 

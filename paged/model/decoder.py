@@ -10,9 +10,9 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.core.request import stable_hash
-from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.attention import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.layer_cache import LayerCache
+from paged.kernels.kv_cache import LayerCache
 from paged.kernels.numerics import Numerics
 from paged.kernels.rope import rope_tables
 from paged.model.layers import Embedding, Head, Layer, Placement, RMSNorm

@@ -19,11 +19,9 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.kernels.activation import silu_mul
-from paged.kernels.attention import attention
-from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.kv_cache import store
-from paged.kernels.layer_cache import LayerCache
+from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.linear import head_logits, linear
 from paged.kernels.moe import route, run_experts
 from paged.kernels.norm import add_rms_norm, rms_norm, scale_rows, sum_of_squares

@@ -19,9 +19,9 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.core.sharding import check_k_segments, check_tp, local_part, local_spec
-from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.attention import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.layer_cache import LayerCache
+from paged.kernels.kv_cache import LayerCache
 from paged.kernels.linear import add_bias, linear, partial_linear
 from paged.kernels.norm import scale_rows, sum_of_squares
 from paged.kernels.numerics import Numerics

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from paged.core.model_spec import ModelSpec
-from paged.kernels.kv_cache import read_keys, read_values
-from paged.kernels.layer_cache import FP8, LayerCache
+from paged.kernels.kv_cache import FP8, LayerCache, read_keys, read_values
 
 
 class KVCache:

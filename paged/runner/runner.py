@@ -14,11 +14,18 @@ import torch
 from paged.core.plan import SAMPLE, SCORE, Started, StepPlan, StepResult
 from paged.core.request import Request, SamplingParams
 from paged.kernels import vocab_parallel
-from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.attention import BatchLayout
 from paged.kernels.linear import is_canonical
 from paged.kernels.numerics import compute_dtype
-from paged.kernels.sampling import sample, token_logprobs, top_logprobs
-from paged.kernels.sampling_columns import LogitBias, Penalties, SampledRows, SamplingColumns
+from paged.kernels.sampling import (
+    LogitBias,
+    Penalties,
+    SampledRows,
+    SamplingColumns,
+    sample,
+    token_logprobs,
+    top_logprobs,
+)
 from paged.model.checkpoint import update_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache

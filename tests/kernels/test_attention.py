@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from oracles import dense_attention
-from paged.kernels.attention import attention
-from paged.kernels.batch_layout import BatchLayout
-from paged.kernels.kv_cache import store
-from paged.kernels.layer_cache import FP8, LayerCache
+from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 
 INVARIANT, FAST = Numerics(), Numerics(mode="fast")

@@ -13,10 +13,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from oracles import dense_attention
-from paged.kernels.attention import attention
-from paged.kernels.batch_layout import BatchLayout
-from paged.kernels.kv_cache import store
-from paged.kernels.layer_cache import LayerCache
+from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.numerics import Numerics
 
 INVARIANT = Numerics()

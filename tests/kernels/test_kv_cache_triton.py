@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from paged.kernels.kv_cache import LayerCache
 from paged.kernels.kv_cache_triton import store_triton
-from paged.kernels.layer_cache import LayerCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

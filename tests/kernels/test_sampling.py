@@ -18,6 +18,10 @@ from torch import Tensor
 
 from paged.kernels.philox import gumbel_noise
 from paged.kernels.sampling import (
+    LogitBias,
+    Penalties,
+    SampledRows,
+    SamplingColumns,
     highest,
     kept_tokens,
     log_of_mass,
@@ -32,7 +36,6 @@ from paged.kernels.sampling import (
     token_ranks,
     top_logprobs,
 )
-from paged.kernels.sampling_columns import LogitBias, Penalties, SampledRows, SamplingColumns
 
 QWEN_VOCAB = 151_936
 TOLERANCES = [(5, 1e-12), (99, 1e-12), (100, 1e-12), (260, 1e-12), (QWEN_VOCAB, 1e-8)]

@@ -19,8 +19,15 @@ import triton.language as tl
 
 from paged.kernels import sampling_triton
 from paged.kernels.philox import gumbel_noise
-from paged.kernels.sampling import sample_by_torch, sample_on_card, token_logprobs
-from paged.kernels.sampling_columns import LogitBias, Penalties, SampledRows, SamplingColumns
+from paged.kernels.sampling import (
+    LogitBias,
+    Penalties,
+    SampledRows,
+    SamplingColumns,
+    sample_by_torch,
+    sample_on_card,
+    token_logprobs,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QWEN_VOCAB = 151_936
