@@ -2,8 +2,8 @@
 
     python benchmarks/attention_h200.py [--configs 512] [--json FILE]
 
-Bits come first and any differing element ends the run. Times are those of CUDA graphs over caches that rotate out of the
-second-level cache; fractions are of the read bandwidth and of the matrix product rate measured in the same run.
+Bits come first and a differing element makes the run fail. Times are those of CUDA graphs over caches that rotate out
+of the second-level cache; fractions are of the read bandwidth and of the matrix product rate measured in the same run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def graph_us(calls: list[Callable[[], Any]], replays: int = 12) -> tuple[float, 
 
 
 @triton.jit
-def _read_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+def _read_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):  # noqa: N803 - constants of a kernel are in capitals
     first = tl.program_id(0).to(tl.int64) * SIZE
     tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + first + tl.arange(0, SIZE))))
 
@@ -106,6 +106,7 @@ class Texts:
         return cache, tables
 
     def attend(self, cache: LayerCache, tables: np.ndarray, chunks: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Outputs of one step of chunks (text, start, length)."""
         which, starts, lengths = zip(*chunks, strict=True)
         layout = BatchLayout.build(starts, lengths, tables[list(which)], cache.block_size, DEVICE)
         q = torch.cat([self.q[i][start : start + length] for i, start, length in chunks])
@@ -210,7 +211,9 @@ def time_prefill(tokens: int, rate: float) -> dict[str, Any]:
     q = torch.randn(tokens, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
     _, median = graph_us([lambda: attention(q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT)])
     flops = 2 * tokens * tokens * heads * head_dim
-    dense = [torch.randn(1, n, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE) for n in (heads, kv_heads, kv_heads)]
+    dense = [
+        torch.randn(1, n, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE) for n in (heads, kv_heads, kv_heads)
+    ]
     _, sdpa = graph_us([lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)])
     return {
         "tokens": tokens,
@@ -227,7 +230,11 @@ def main() -> None:
     parser.add_argument("--configs", type=int, default=512)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    report: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
     report["accuracy"] = compare_accuracy()
     print(f"accuracy {report['accuracy']}")
     configs, compared, differing = compare_bits(arguments.configs)

@@ -2,9 +2,9 @@
 
     python benchmarks/sampling_h200.py [--rounds 8] [--json FILE]
 
-A difference of a token or a bit of a log-probability ends the run. Times are those of CUDA graphs over logits that
-rotate out of the second-level cache: ``peaked`` looks like a trained model's rows (a few dozen tokens high above the
-rest), ``wide`` and ``flat`` are normal numbers with deviation 3 and 1 (a nucleus of ten thousand and a hundred thousand).
+A difference of a token or a bit of a log-probability makes the run fail. Times are those of CUDA graphs over logits
+that rotate out of the second-level cache: ``peaked`` looks like a trained model's rows (a few dozen tokens high above the
+rest), ``wide`` and ``flat`` are normal numbers with deviation 3 and 1 (a nucleus of 10,000 and 100,000 tokens).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    report: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
     report["rows"] = compare(arguments.rounds)
     print(f"against the twin: {report['rows']}")
     report["read_bytes_per_s"] = read_bandwidth()
@@ -98,13 +103,13 @@ def main() -> None:
             logits = [logits_of(kind, num_rows, seed) for seed in range(2 if num_rows > 100 else 4)]
             for mode, values in MODES.items():
                 columns = columns_of(num_rows, 1, **values)
-                best, median = graph_us([lambda x=x: sample(x, columns) for x in logits] * 2)
+                best, median = graph_us([partial(sample, x, columns) for x in logits] * 2)
                 report["times"].append(
                     {"rows": num_rows, "kind": kind, "mode": mode, "us": median, "best_us": best, "pass_us": pass_us}
                 )
                 print(f"{num_rows:4d} rows {kind:7s} {mode:13s} {median:7.1f} us (a pass {pass_us:.1f} us)")
         scored = columns_of(num_rows, 1, temperature=1.0)
-        _, median = graph_us([lambda x=x: token_logprobs(x, scored.temperature_R, scored.positions_R) for x in logits] * 2)
+        _, median = graph_us([partial(token_logprobs, x, scored.temperature_R, scored.positions_R) for x in logits] * 2)
         report["times"].append({"rows": num_rows, "mode": "token_logprobs", "us": median, "pass_us": pass_us})
         print(f"{num_rows:4d} rows token_logprobs {median:7.1f} us")
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Causal attention over the paged cache, and the layout of a step that it reads.
+"""Causal attention over the paged cache.
 
 Contract, with B sequences, T rows of the step, H query heads, K kv heads, G = H / K, D head size: row t of sequence b
 at position p attends to the cached positions 0 .. p of b, which must be stored already, its own among them. One
@@ -10,101 +10,19 @@ its neighbours, nor the blocks' size and place can touch its bits. Memory beyond
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import LayerCache, read_keys, read_values
 from paged.kernels.numerics import Numerics, compute_dtype
 
 # Decode rows that share their library calls; bounds the copies of keys and values, no bits hang on it.
 GROUP_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchLayout:
-    """Which rows a step holds and where their keys and values lie. Valid for one step; made by ``build``.
-
-    Sequence b's rows are ``offsets[b] .. offsets[b] + lengths[b] - 1``, at positions ``starts[b] ..``.
-
-    Attributes:
-        starts, lengths, offsets: one number a sequence, on the host.
-        positions_T: int64, position of each row.
-        cells_T: int64, where each row's keys and values are stored: block * block_size + offset.
-        last_rows_B: int64, index of each sequence's last row.
-        block_tables_BN: int32 [B, max_blocks]; entries beyond a sequence's blocks are never read.
-        block_size: tokens in a block.
-    """
-
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    offsets: tuple[int, ...]
-    positions_T: torch.Tensor
-    cells_T: torch.Tensor
-    last_rows_B: torch.Tensor
-    block_tables_BN: torch.Tensor
-    block_size: int
-    # Index tensors derived from the above on first use, because every layer asks for the same.
-    _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def build(
-        cls,
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        block_tables: torch.Tensor | np.ndarray | Sequence[Sequence[int]],
-        block_size: int,
-        device: torch.device | str = "cpu",
-    ) -> BatchLayout:
-        """The layout of the rows ``starts[b] .. starts[b] + lengths[b] - 1`` of each sequence b.
-
-        Args:
-            starts: position of each sequence's first row; all earlier ones are cached.
-            lengths: rows of each sequence, at least 1.
-            block_tables: int32 [B, max_blocks], row b for sequence b, wide enough for its last row.
-            block_size: tokens in a block.
-            device: where the model runs. Makes one transfer to it, waits for nothing on it.
-        """
-        start_B, length_B = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
-        tables_BN = torch.as_tensor(block_tables, dtype=torch.int32, device=device)
-        assert start_B.shape == length_B.shape == tables_BN.shape[:1], (start_B.shape, length_B.shape)
-        assert start_B.size > 0, "a step needs a row"
-        assert length_B.min() >= 1, lengths
-        assert start_B.min() >= 0, starts
-        assert tables_BN.shape[1] * block_size >= int((start_B + length_B).max()), "a block table is too short"
-        end_B = np.cumsum(length_B)
-        offset_B = end_B - length_B
-        sequence_T = np.repeat(np.arange(start_B.size), length_B)
-        position_T = np.arange(end_B[-1]) + np.repeat(start_B - offset_B, length_B)
-        host = torch.from_numpy(np.concatenate((position_T, sequence_T, end_B - 1)))
-        position, sequence, last = host.to(device).split([position_T.size, position_T.size, start_B.size])
-        block = tables_BN[sequence, position // block_size].to(torch.int64)
-        return cls(
-            starts=tuple(start_B.tolist()),
-            lengths=tuple(length_B.tolist()),
-            offsets=tuple(offset_B.tolist()),
-            positions_T=position,
-            cells_T=block * block_size + position % block_size,
-            last_rows_B=last,
-            block_tables_BN=tables_BN,
-            block_size=block_size,
-        )
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the step, T."""
-        return self.offsets[-1] + self.lengths[-1]
-
-    def key_rows(self, sequence_N: torch.Tensor, position_NP: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """Rows of a cache seen as [cells * K, D]: int64 [N, K, P] for P positions of each of N sequences."""
-        block_NP = self.block_tables_BN[sequence_N[:, None], position_NP // self.block_size].to(torch.int64)
-        cell_NP = block_NP * self.block_size + position_NP % self.block_size
-        head_K1 = torch.arange(num_kv_heads, device=position_NP.device)[:, None]
-        return cell_NP[:, None] * num_kv_heads + head_K1
 
 
 def attention(

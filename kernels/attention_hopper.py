@@ -1,14 +1,13 @@
 """Paged attention of chunks on Hopper: the Triton kernel's contract with one loading and two computing warp groups.
 
-Contract: what ``paged.kernels.attention_triton`` says, to the bit; the decode kernel there and this one may take rows of
-one sequence. A program is 128 rows (positions times the query heads that share a kv head). One warp group gathers tiles
-of keys and values from the paged cache, two multiply 64 rows each: while the values of a tile are being multiplied, the
-weights of the next one are formed.
+Contract: what ``paged.kernels.attention_triton`` says, to the bit: its decode kernel and this one may take rows of one
+sequence. A program is 128 rows (positions times the query heads that share a kv head). One warp group gathers tiles
+of keys and values from the paged cache, two multiply 64 rows each: a tile's values and the next one's keys together.
 """
 
-from __future__ import annotations
+# ruff: noqa: N803, N806 - constants of a kernel are in capitals
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
 import torch
 import triton
@@ -22,26 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.numerics import Numerics
 
-if TYPE_CHECKING:
-    from paged.kernels.attention import BatchLayout
-
 ROWS = 128
-STAGES = 4
+STAGES = 3
 COMPUTE_REGISTERS = 224
 LOAD_REGISTERS = 64
-
-# Sixteen fp32 numbers to eight pairs in the model's dtype, and a nap of no length if one is negative, which none is.
-_ROUND = (
-    "{ .reg .pred p; .reg .b32 t; mov.b32 t, 0;"
-    + "".join(f" cvt.rn.DTYPEx2.f32 ${i}, ${9 + 2 * i}, ${8 + 2 * i}; or.b32 t, t, ${i};" for i in range(8))
-    + " setp.lt.s32 p, t, 0; @p nanosleep.u32 0; }"
-)
-_ROUND_BF16 = gl.constexpr(_ROUND.replace("DTYPE", "bf16"))
-_ROUND_FP16 = gl.constexpr(_ROUND.replace("DTYPE", "f16"))
-_ROUND_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 16))
 
 
 def suits_hopper(q_THD: torch.Tensor, cache: LayerCache, numerics: Numerics) -> bool:
@@ -64,12 +51,13 @@ def chunk_attention_hopper(
     factor: float,
     numerics: Numerics,
 ) -> None:
-    """Write attention of the sequences with several rows to their rows of ``out_THD``; ``factor`` is scale * log2(e)."""
-    from paged.kernels.attention_triton import chunk_tiles
+    """Write attention of the sequences with several rows to their rows of ``out_THD``.
 
+    ``factor`` is scale * log2(e).
+    """
     num_shared = q_THD.shape[1] // cache.num_kv_heads
     padded = triton.next_power_of_2(num_shared)
-    tiles_N4 = chunk_tiles(layout, ROWS // padded)
+    tiles_N4 = layout.chunk_tiles(ROWS // padded)
     _kernel[(tiles_N4.shape[0] * cache.num_kv_heads,)](
         q_THD,
         cache.key,
@@ -96,7 +84,7 @@ def chunk_attention_hopper(
 
 @gluon.jit
 def _load(
-    key_ptr, value_ptr, table_ptr, head, num_keys, keys, values, ready, free,
+    key_ptr, value_ptr, table_ptr, head, num_keys, keys, values, keys_ready, values_ready, keys_free, values_free,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -115,10 +103,12 @@ def _load(
         offset_PD = ((cell_P * NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + dim_D[None]
         key_P = gl.minimum((tile + 1) * TILE + place_P, num_keys - 1)
         block_P = gl.load(table_ptr + key_P // BLOCK_SIZE)
-        mbarrier.wait(free.index(stage), parity)
+        mbarrier.wait(keys_free.index(stage), parity)
         async_copy.async_copy_global_to_shared(keys.index(stage), key_ptr + offset_PD)
+        async_copy.mbarrier_arrive(keys_ready.index(stage), increment_count=False)
+        mbarrier.wait(values_free.index(stage), parity)
         async_copy.async_copy_global_to_shared(values.index(stage), value_ptr + offset_PD)
-        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+        async_copy.mbarrier_arrive(values_ready.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -148,21 +138,9 @@ def _hide(score_RP, tile, last_R, position, SCORE: gl.constexpr, TILE: gl.conste
 
 
 @gluon.jit
-def _weights(exponent_RP, queries):
-    """2 to the power of the exponents, rounded to the dtype of the queries.
-
-    The nap, which is never taken, has no use but its place: the compiler would otherwise form the weights after the wait
-    for the products in flight, which they are to run beside.
-    """
-    ROUND: gl.constexpr = _ROUND_BF16 if queries.dtype == gl.bfloat16 else _ROUND_FP16
-    return gl.inline_asm_elementwise(
-        ROUND, _ROUND_OPERANDS, [gl.exp2(exponent_RP)], dtype=queries.dtype, is_pure=False, pack=16
-    )
-
-
-@gluon.jit
 def _compute(
-    group, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions, position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
+    group, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free, out_ptr, first_row, num_positions,
+    position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT_TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of rows 64 * group to 64 * group + 63 of the program."""
@@ -187,21 +165,24 @@ def _compute(
     total_RW = gl.zeros([64, 8], gl.float32, TOTAL)
     sum_RD = gl.zeros([64, HEAD_DIM], gl.float32, SUM)
 
-    mbarrier.wait(ready.index(0), 0)
+    mbarrier.wait(keys_ready.index(0), 0)
     fence_async_shared()
     score_RP = warpgroup_mma(queries, keys.index(0).permute((1, 0)), zero_RP, use_acc=False)
+    mbarrier.arrive(keys_free.index(0), count=1)
     score_RP = _hide(score_RP, 0, last_R, position, SCORE, TILE)
     top_R = gl.max(score_RP, 1)
     weight_RP = gl.exp2(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -(top_R * factor)[:, None])).to(dtype)
+    mbarrier.wait(values_ready.index(0), 0)
     for tile in range(1, num_tiles):
         stage = tile % STAGES
         before = (tile - 1) % STAGES
-        mbarrier.wait(ready.index(stage), tile // STAGES & 1)
+        mbarrier.wait(keys_ready.index(stage), tile // STAGES & 1)
         fence_async_shared()
         next_RP = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), zero_RP, use_acc=False, is_async=True)
         total_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW, is_async=True)
         sum_token = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(before), sum_RD, is_async=True)
         score_RP = warpgroup_mma_wait(2, [next_RP])
+        mbarrier.arrive(keys_free.index(stage), count=1)
         score_RP = _hide(score_RP, tile, last_R, position, SCORE, TILE)
         starts_split = tile % SPLIT_TILES == 0
         new_R = gl.max(score_RP, 1)
@@ -209,9 +190,10 @@ def _compute(
             new_R = gl.maximum(top_R, new_R)
         base_R = gl.where(new_R == float("-inf"), 0.0, new_R) * factor
         decay_R = gl.exp2(top_R * factor - base_R)
-        weight_RP = _weights(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None]), queries)
+        weight_RP = gl.exp2(gl.fma(score_RP, gl.full_like(score_RP, 0.0) + factor, -base_R[:, None])).to(dtype)
+        mbarrier.wait(values_ready.index(stage), tile // STAGES & 1)
         total_RW, sum_RD = warpgroup_mma_wait(0, [total_token, sum_token])
-        mbarrier.arrive(free.index(before), count=1)
+        mbarrier.arrive(values_free.index(before), count=1)
         if starts_split:
             all_top_R, all_total_RW, all_sum_RD = _fold(
                 all_top_R, all_total_RW, all_sum_RD, top_R, total_RW, sum_RD, factor, ROW_OF_SUM, ROW_OF_TOTAL
@@ -223,6 +205,7 @@ def _compute(
             sum_RD = sum_RD * gl.convert_layout(decay_R, ROW_OF_SUM)[:, None]
         top_R = new_R
     last = (num_tiles - 1) % STAGES
+    fence_async_shared()
     total_RW = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW)
     sum_RD = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(last), sum_RD)
     all_top_R, all_total_RW, all_sum_RD = _fold(
@@ -276,12 +259,16 @@ def _kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     values = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
     ones = gl.allocate_shared_memory(dtype, [8, TILE], shared)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # Every thread of the loading group arrives when its copies have; each computing group arrives once.
-        mbarrier.init(ready.index(stage), count=128)
-        mbarrier.init(free.index(stage), count=2)
+        mbarrier.init(keys_ready.index(stage), count=128)
+        mbarrier.init(values_ready.index(stage), count=128)
+        mbarrier.init(keys_free.index(stage), count=2)
+        mbarrier.init(values_free.index(stage), count=2)
     ones.store(gl.full([8, TILE], 1.0, dtype, layout))
     # Row r of the program is position r // PADDED and head r % PADDED of those that share the kv head.
     for group in gl.static_range(2):
@@ -298,14 +285,14 @@ def _kernel(
     num_keys = position + num_positions
     gl.warp_specialize(
         [
-            (_compute, (0, q, keys, values, ones, ready, free,
+            (_compute, (0, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
-            (_compute, (1, q, keys, values, ones, ready, free,
+            (_compute, (1, q, keys, values, ones, keys_ready, values_ready, keys_free, values_free,
                         out_ptr, first_row, num_positions, position, head, factor,
                         NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, STAGES)),
             (_load, (key_ptr, value_ptr, table_ptr, head, num_keys, keys, values,
-                     ready, free,
+                     keys_ready, values_ready, keys_free, values_free,
                      NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, STAGES)),
         ],
         [4, 4],

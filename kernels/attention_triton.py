@@ -2,18 +2,20 @@
 
 Contract, with T rows of the step, H query heads, K kv heads, G = H / K, D head size: what ``paged.kernels.attention``
 says, for models in bf16 or fp16. Scores are fp32 sums of products in the model's dtype. A split of ``kv_split`` keys is
-an online softmax over its tiles of ``kv_tile`` keys, with base 2: weights are ``exp2(score * c - top * c)``, c = scale *
-log2(e), rounded to the model's dtype, and both the sum of weights and the sum of values are matrix products that
-continue the accumulator. Splits are folded left to right in fp32: the first as it is, each later one as
+an online softmax over its tiles of ``kv_tile`` keys, with base 2: weights are ``exp2(score * c - top * c)`` with
+c = scale * log2(e), rounded to the model's dtype, and both the sum of weights and the sum of values are matrix products
+that continue the accumulator. Splits are folded left to right in fp32: the first as it is, each later one as
 ``sum * a + sum2 * b``. Which kernel takes a row, the rows beside it, chunks, blocks and warps leave its bits alone:
 equal programs of exact or elementwise operations, and matrix products that keep one order (shown on the card).
 """
+
+# ruff: noqa: N803 - constants of a kernel are in capitals
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +23,9 @@ import triton
 import triton.language as tl
 
 from paged.kernels.attention_hopper import chunk_attention_hopper, suits_hopper
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.numerics import Numerics
-
-if TYPE_CHECKING:
-    from paged.kernels.attention import BatchLayout
 
 LOG2_E = math.log2(math.e)
 
@@ -102,7 +102,7 @@ def decode_attention(
     sums_IHD = q_THD.new_empty((num_items, q_THD.shape[1], head_dim), dtype=torch.float32)
     # The greatest score and the sum of weights of each item and head.
     tops_IH, totals_IH = q_THD.new_empty((2, num_items, q_THD.shape[1]), dtype=torch.float32)
-    # On Hopper and later the second kernel is launched before the first ends, and waits inside for what that one writes.
+    # On Hopper and later the second kernel starts before the first ends, and waits inside for what that one writes.
     chained = q_THD.is_cuda and torch.cuda.get_device_capability(q_THD.device)[0] >= 9
     fold_options: dict[str, Any] = {"launch_pdl": True} if chained else {}
     _decode_kernel[(num_items * num_kv_heads,)](
@@ -165,7 +165,7 @@ def chunk_attention(
     num_shared = q_THD.shape[1] // num_kv_heads
     padded = triton.next_power_of_2(num_shared)
     rows = min(CHUNK_ROWS, 64) if cache.head_dim > 128 else CHUNK_ROWS
-    tiles_N4 = chunk_tiles(layout, rows // padded)
+    tiles_N4 = layout.chunk_tiles(rows // padded)
     _chunk_kernel[(tiles_N4.shape[0] * num_kv_heads,)](
         q_THD,
         cache.key,
@@ -214,28 +214,6 @@ def _make_decode_work(layout: BatchLayout, split: int) -> DecodeWork | None:
     host = np.concatenate((items_I4.ravel(), np.column_stack((row_N, first_N, count_N)).ravel())).astype(np.int32)
     items, rows = torch.from_numpy(host).to(layout.positions_T.device).split([items_I4.size, 3 * row_N.size])
     return DecodeWork(items.view(-1, 4), rows.view(-1, 3), int(count_N.max()))
-
-
-def chunk_tiles(layout: BatchLayout, num_positions: int) -> torch.Tensor:
-    """Tiles of at most ``num_positions`` rows of sequences with several rows, int32 [N, 4] on the device.
-
-    A tile: sequence, first row of the step, number of rows, position of the first. Those with most keys come first, so
-    that the card is not left waiting for one that started last.
-    """
-    key = ("tiles", num_positions)
-    tiles_N4 = layout._derived.get(key)
-    if tiles_N4 is None:
-        length_B = np.asarray(layout.lengths)
-        count_B = np.where(length_B > 1, -(-length_B // num_positions), 0)
-        sequence_N = np.repeat(np.arange(length_B.size), count_B)
-        skipped_N = (np.arange(sequence_N.size) - (np.cumsum(count_B) - count_B)[sequence_N]) * num_positions
-        size_N = np.minimum(length_B[sequence_N] - skipped_N, num_positions)
-        position_N = np.asarray(layout.starts)[sequence_N] + skipped_N
-        columns = (sequence_N, np.asarray(layout.offsets)[sequence_N] + skipped_N, size_N, position_N)
-        order_N = np.argsort(-position_N, kind="stable")
-        host = np.column_stack(columns)[order_N].astype(np.int32)
-        tiles_N4 = layout._derived[key] = torch.from_numpy(host).to(layout.positions_T.device)
-    return tiles_N4
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def store(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, cel
         # Imported here because a CPU needs no Triton.
         from paged.kernels.kv_cache_triton import store_triton
 
-        store_triton(cache, key_TKD, value_TKD, cell_T)
+        store_triton(cache.key, cache.value, key_TKD, value_TKD, cell_T)
         return
     _store(cache.key, cache.key_scale, key_TKD, cell_T)
     _store(cache.value, cache.value_scale, value_TKD, cell_T)

@@ -4,32 +4,45 @@ Contract: what ``paged.kernels.kv_cache.store`` says, for caches without scales.
 nothing but the row itself reaches what is written.
 """
 
+# ruff: noqa: N803 - constants of a kernel are in capitals
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from paged.kernels.kv_cache import LayerCache
 
+def store_triton(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    cell_T: torch.Tensor,
+) -> None:
+    """Write row t of keys and values to cell ``cell_T[t]`` of caches [num_blocks, block_size, K, D].
 
-def store_triton(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, cell_T: torch.Tensor) -> None:
-    """Write row t of keys and values to cell ``cell_T[t]`` (int64, distinct); rows may be apart, their elements adjoin.
+    Args:
+        key_cache, value_cache: contiguous, not fp8, which needs scales.
+        key_TKD, value_TKD: rows may be apart, their elements adjoin.
+        cell_T: int64, distinct.
 
     Raises:
-        AssertionError: on an fp8 cache, or rows whose elements do not adjoin.
+        AssertionError: on rows whose elements do not adjoin.
     """
-    assert cache.key_scale is None, "fp8 needs scales, which this kernel does not make"
-    width = cache.num_kv_heads * cache.head_dim
-    assert key_TKD.stride()[1:] == value_TKD.stride()[1:] == (cache.head_dim, 1), (key_TKD.stride(), value_TKD.stride())
+    num_kv_heads, head_dim = key_TKD.shape[1:]
+    width = num_kv_heads * head_dim
+    assert key_cache.is_contiguous(), key_cache.stride()
+    assert value_cache.is_contiguous(), value_cache.stride()
+    assert key_TKD.stride()[1:] == value_TKD.stride()[1:] == (head_dim, 1), (key_TKD.stride(), value_TKD.stride())
     if cell_T.shape[0] == 0:
         return
     _store_kernel[(cell_T.shape[0],)](
         key_TKD,
         value_TKD,
         cell_T,
-        cache.key,
-        cache.value,
+        key_cache,
+        value_cache,
         key_TKD.stride(0),
         value_TKD.stride(0),
         WIDTH=width,

@@ -395,7 +395,9 @@ def sample_on_card(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
 
     bits = mass_bits(logits_RV.shape[1])
     processed_RV = processed_logits(logits_RV, columns)
-    sampled = SampledRows(*sample_triton(processed_RV, columns, bits, logits_RV.dtype))
+    keys = (columns.temperature_R, columns.seeds_R, columns.positions_R)
+    limits = (columns.top_k_R, columns.top_p_R, columns.min_p_R)
+    sampled = SampledRows(*sample_triton(processed_RV, *keys, *limits, bits=bits, dtype=logits_RV.dtype))
     if processed_RV is logits_RV:
         return sampled
     # In rows that nothing adjusts these are the numbers that are there already.

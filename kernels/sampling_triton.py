@@ -7,19 +7,24 @@ are maxima and sums of integers, which have no order:
 1. ``scan``: the highest logit of each part. Without truncation it draws as well (4).
 2. ``bracket`` (truncation): from the highest of every 32 tokens and every eighth token, guess between which two logits
    the last kept token lies. A guess decides how fast the answer is found, never which it is.
-3. ``weigh``: sums of masses; tokens inside the bracket go to a short list. ``cut`` finds the last kept token in the list,
-   two bits of its logit at a time, or, where the guess was wrong, in the whole row.
-4. ``draw``: noise of all tokens in fp32, nowhere lower than the contract's by as much as ``MARGIN`` / 4. A part notes its
-   best score and which groups are within ``MARGIN`` of it. ``finish`` computes the best group's scores in fp64; if that
-   group was alone and its best bears out the rough score, no other token can win, else it computes whole parts.
+3. ``weigh``: sums of masses; ``list``: the tokens inside the bracket. ``cut`` finds the last kept token in the list,
+   two bits of its logit at a time, or, where the guess was wrong, in the whole row; a list with all kept tokens is drawn
+   from at once.
+4. ``draw``: noise of all tokens in fp32, nowhere lower than the contract's by as much as ``MARGIN`` / 4. A part notes
+   its best score and which groups of four tokens are within ``MARGIN`` of it. ``finish`` computes the best group's
+   scores in fp64; if that group was alone and bears out its rough score, no other token can win, else it computes whole
+   parts.
 
-Shapes: R rows, V token ids, P parts, N tokens of a part, G groups of four tokens (the unit of the noise).
+Shapes: R rows, V token ids, P parts, G groups of four tokens (the unit of the noise), B groups of a quarter of a part
+or bins of the bracket, C clusters of tokens, N candidates.
 """
+
+# ruff: noqa: N803, N806 - constants of a kernel are in capitals
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
@@ -28,9 +33,6 @@ from torch import Tensor
 
 from paged.kernels.exponential import COEFFICIENTS, LOG2_E
 from paged.kernels.philox import KEY_STEPS, MIN_ONE_MINUS_U, MULTIPLIERS, NUM_ROUNDS
-
-if TYPE_CHECKING:
-    from paged.kernels.sampling import SamplingColumns
 
 PART: Final = 8192
 CLUSTER: Final = 32
@@ -87,13 +89,22 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int
 
 
 def sample_triton(
-    logits_RV: Tensor, columns: SamplingColumns, bits: int, dtype: torch.dtype
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    top_k_R: Tensor | None,
+    top_p_R: Tensor | None,
+    min_p_R: Tensor | None,
+    *,
+    bits: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw one token a row from logits that penalties and bias have already changed.
 
     Args:
         logits_RV: float32 or float64, elements of a row adjoin.
-        columns: how; penalties and bias are not looked at.
+        temperature_R, seeds_R, positions_R, top_k_R, top_p_R, min_p_R: as ``SamplingColumns`` has them.
         bits: binary digits of a mass.
         dtype: of the log-probabilities.
 
@@ -105,12 +116,14 @@ def sample_triton(
     assert logits_RV.stride(1) == 1, logits_RV.stride()
     num_parts = triton.cdiv(vocab_size, PART)
     parts = triton.next_power_of_2(num_parts)
-    truncates = any(column is not None for column in (columns.top_k_R, columns.top_p_R, columns.min_p_R))
+    asks = {"TOP_K": top_k_R is not None, "TOP_P": top_p_R is not None, "MIN_P": min_p_R is not None}
+    truncates = any(asks.values())
     # Columns that no row asks for are never read.
-    top_k_R = columns.seeds_R if columns.top_k_R is None else columns.top_k_R
-    top_p_R = columns.temperature_R if columns.top_p_R is None else columns.top_p_R
-    min_p_R = columns.temperature_R if columns.min_p_R is None else columns.min_p_R
-    asks = {"TOP_K": columns.top_k_R is not None, "TOP_P": columns.top_p_R is not None, "MIN_P": columns.min_p_R is not None}
+    wanted = (
+        seeds_R if top_k_R is None else top_k_R,
+        temperature_R if top_p_R is None else top_p_R,
+        temperature_R if min_p_R is None else min_p_R,
+    )
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -123,7 +136,7 @@ def sample_triton(
     max_RP, max_id_RP = empty(num_rows, parts, dtype=logits_RV.dtype), empty(num_rows, parts, dtype=torch.int32)
     best_RP, close_RP = empty(num_rows, parts, dtype=torch.float32), empty(num_rows, parts, dtype=torch.int32)
     mass_RP = empty(num_rows, parts, dtype=torch.int64)
-    rows = (logits_RV, columns.temperature_R, columns.seeds_R, columns.positions_R)
+    rows = (logits_RV, temperature_R, seeds_R, positions_R)
     shape = (logits_RV.stride(0), vocab_size)
     grid = (num_parts, num_rows)
     sizes = {"PARTS": parts, "PART": PART, "ALIGNED": vocab_size % 4 == 0, "enable_fp_fusion": False}
@@ -141,48 +154,52 @@ def sample_triton(
         listed_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         list_logit = empty(num_rows, CANDIDATES, dtype=logits_RV.dtype)
         list_id = empty(num_rows, CANDIDATES, dtype=torch.int32)
-        wanted = (top_k_R, top_p_R, min_p_R)
         _scan_kernel[grid](
             *rows, max_RP, max_id_RP, *draws, high_RC, *shape,
             DRAW=False, CLUSTERS=True, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
         )  # fmt: skip
-        _bracket_kernel[(num_rows,)](
-            logits_RV, max_RP, columns.temperature_R, *wanted, high_RC, bounds_R2, *shape, num_parts,
-            PARTS=parts, PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
-            **asks, num_warps=16, enable_fp_fusion=False,
-        )  # fmt: skip
+        searches = asks["TOP_K"] or asks["TOP_P"]
+        if searches:
+            _bracket_kernel[(num_rows,)](
+                logits_RV, max_RP, temperature_R, *wanted, high_RC, bounds_R2, *shape, num_parts,
+                PARTS=parts, PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
+                **asks, num_warps=16, maxnreg=64, enable_fp_fusion=False,
+            )  # fmt: skip
         _weigh_kernel[grid](
-            logits_RV, columns.temperature_R, min_p_R, max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
-            *shape, num_parts, BITS=bits, MIN_P=asks["MIN_P"], TRUNCATES=True, num_warps=WEIGH_WARPS, **sizes,
+            logits_RV, temperature_R, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
+            *shape, num_parts, BITS=bits, MIN_P=asks["MIN_P"], SEARCHES=searches, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
-        _list_kernel[grid](
-            logits_RV, bounds_R2, listed_R, list_logit, list_id, *shape, CANDIDATES=CANDIDATES, num_warps=16, **sizes
-        )
+        if searches:
+            _list_kernel[grid](
+                logits_RV, bounds_R2, listed_R, list_logit, list_id, *shape,
+                CANDIDATES=CANDIDATES, num_warps=8, **sizes,
+            )  # fmt: skip
         # Most lists are short: a first pass that holds half of one needs so few registers that no row has to wait.
-        is_cut_R = empty(num_rows, dtype=torch.bool)
-        for held, is_last in ((CANDIDATES // 2, False), (CANDIDATES, True)):
+        is_cut_R, drawn_R = empty(num_rows, dtype=torch.bool), empty(num_rows, dtype=torch.int32)
+        for held, is_last in ((CANDIDATES // 2, False), (CANDIDATES, True))[: 2 if searches else 1]:
             _cut_kernel[(num_rows,)](
-                logits_RV, columns.temperature_R, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP,
-                listed_R, list_logit, list_id, is_cut_R, last_R, last_id_R, kept_R, *shape, num_parts,
+                *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit, list_id,
+                is_cut_R, drawn_R, last_R, last_id_R, kept_R, *shape, num_parts,
                 PARTS=parts, BITS=bits, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096, **asks,
                 num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
             )  # fmt: skip
         _draw_kernel[grid](
-            *rows, max_RP, last_R, last_id_R, *draws, *shape, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes
+            *rows, max_RP, drawn_R, last_R, last_id_R, *draws, *shape,
+            FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
     else:
-        last_R, last_id_R, kept_R = max_RP, max_id_RP, mass_RP
+        drawn_R, last_R, last_id_R, kept_R = max_id_RP, max_RP, max_id_RP, mass_RP
         _scan_kernel[grid](
             *rows, max_RP, max_id_RP, *draws, max_RP, *shape,
             DRAW=True, CLUSTERS=False, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
         _weigh_kernel[grid](
-            logits_RV, columns.temperature_R, min_p_R, max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
-            *shape, num_parts, BITS=bits, MIN_P=False, TRUNCATES=False, num_warps=WEIGH_WARPS, **sizes,
+            logits_RV, temperature_R, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
+            *shape, num_parts, BITS=bits, MIN_P=False, SEARCHES=False, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
-        *rows, max_RP, max_id_RP, mass_RP, last_R, last_id_R, kept_R, *draws, tokens_R, raw_R, behavior_R, nan_R,
-        *shape, num_parts, BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
+        *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, *draws,
+        tokens_R, raw_R, behavior_R, nan_R, *shape, num_parts, BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
     )  # fmt: skip
     return tokens_R, raw_R, behavior_R, nan_R
 
@@ -235,14 +252,19 @@ def _masses(logits, row_max, inverse, BITS: tl.constexpr):
 @triton.jit
 def _log2(x, FAST_LOG: tl.constexpr):
     if FAST_LOG:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return tl.log2(x)
 
 
 @triton.jit
 def _rough_score(x, word, FAST_LOG: tl.constexpr):
-    """``x`` plus the Gumbel noise of a random word in fp32: higher than the contract's or lower by less than MARGIN / 8."""
+    """``x`` plus the Gumbel noise of a random word in fp32, less log(log(2)).
+
+    Higher than with the noise of the contract, or lower by less than MARGIN / 8.
+    """
     u = tl.fma(word.to(tl.float32), _WORD_UNIT, 0.5 * _WORD_UNIT)
     # -log2(1 - u). 1 - u cannot be told from 1 where u is small; there it is a series, 1.4427 being log2(e).
     small = u * tl.fma(u, tl.fma(u, 0.48089835, 0.72134752), 1.44269504)
@@ -294,10 +316,7 @@ def _load_part(logits_ptr, row, part, stride, vocab_size, PART: tl.constexpr, AL
     """Logits and token ids of a part, [G, 4], and its groups' numbers; -inf beyond the vocabulary."""
     group_G = part * (PART // 4) + tl.arange(0, PART // 4)
     id_G4 = group_G[:, None] * 4 + tl.arange(0, 4)[None]
-    if ALIGNED:
-        exists_G4 = (group_G * 4 < vocab_size)[:, None]
-    else:
-        exists_G4 = id_G4 < vocab_size
+    exists_G4 = (group_G * 4 < vocab_size)[:, None] if ALIGNED else id_G4 < vocab_size
     return tl.load(logits_ptr + row.to(tl.int64) * stride + id_G4, exists_G4, float("-inf")), id_G4, group_G
 
 
@@ -312,29 +331,48 @@ def _highest_of_groups(x_G4, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _rough_draw(
-    x_G4, group_G, base, row, inverse, seeds_ptr, positions_ptr, PART: tl.constexpr, FAST_LOG: tl.constexpr
-):
-    """Best rough score of a part above ``base``, and a sum over the groups within MARGIN of it: PART / 4 + their place.
-
-    Of a single one the sum gives the place; several sum to PART / 2 or more.
-    """
-    steep = tl.minimum(inverse, _STEEPEST).to(tl.float32)
-    x0, x1, x2, x3 = _columns_of_four((x_G4 - base).to(tl.float32) * steep, PART // 4)
-    w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_G)
-    s0 = _rough_score(x0, w0, FAST_LOG)
-    s1 = _rough_score(x1, w1, FAST_LOG)
-    s2 = _rough_score(x2, w2, FAST_LOG)
-    s3 = _rough_score(x3, w3, FAST_LOG)
-    score_G = tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3))
-    best = tl.max(score_G)
-    return best + _LOG_LOG_2, tl.sum(tl.where(score_G >= best - _MARGIN, PART // 4 + tl.arange(0, PART // 4), 0))
+def _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row):
+    """Logits with -inf for the tokens after the row's last kept one."""
+    last = tl.load(last_ptr + row)
+    kept_G4 = (x_G4 > last) | ((x_G4 == last) & (id_G4 <= tl.load(last_id_ptr + row)))
+    return tl.where(kept_G4, x_G4, float("-inf"))
 
 
 @triton.jit
-def _best_of_groups(
-    x_G4, group_G, row_max, row, inverse, seeds_ptr, positions_ptr, GROUPS: tl.constexpr
-):
+def _rough_draw(
+    logits_ptr, row, part, stride, vocab_size, base, inverse, seeds_ptr, positions_ptr, last_ptr, last_id_ptr,
+    CUT: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, FAST_LOG: tl.constexpr,
+):  # fmt: skip
+    """Best rough score of a part above ``base``, and a sum over the groups within MARGIN of it: PART / 4 + their place.
+
+    Of a single one the sum gives the place; several sum to PART / 2 or more. With CUT only kept tokens count.
+    """
+    steep = tl.minimum(inverse, _STEEPEST).to(tl.float32)
+    best_B = tl.full([PART // 16], float("-inf"), tl.float32)
+    second_B = best_B
+    place_B = tl.zeros([PART // 16], tl.int32)
+    # A quarter at a time: with all scores in registers few programs would fit beside each other.
+    for quarter in range(4):
+        x_B4, id_B4, group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        if CUT:
+            x_B4 = _only_kept(x_B4, id_B4, last_ptr, last_id_ptr, row)
+        x0, x1, x2, x3 = _columns_of_four((x_B4 - base).to(tl.float32) * steep, PART // 16)
+        w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_B)
+        score_B = tl.maximum(
+            tl.maximum(_rough_score(x0, w0, FAST_LOG), _rough_score(x1, w1, FAST_LOG)),
+            tl.maximum(_rough_score(x2, w2, FAST_LOG), _rough_score(x3, w3, FAST_LOG)),
+        )
+        second_B = tl.maximum(second_B, tl.minimum(best_B, score_B))
+        place_B = tl.where(score_B > best_B, quarter * (PART // 16), place_B)
+        best_B = tl.maximum(best_B, score_B)
+    best = tl.max(best_B)
+    close_B = tl.where(best_B >= best - _MARGIN, PART // 4 + place_B + tl.arange(0, PART // 16), 0)
+    close_B += tl.where(second_B >= best - _MARGIN, PART // 2, 0)
+    return best + _LOG_LOG_2, tl.sum(close_B)
+
+
+@triton.jit
+def _best_of_groups(x_G4, group_G, row_max, row, inverse, seeds_ptr, positions_ptr, GROUPS: tl.constexpr):
     """Best exact score among the tokens of some groups, and the lowest id that has it."""
     x0, x1, x2, x3 = _columns_of_four((x_G4.to(tl.float64) - row_max.to(tl.float64)) * inverse, GROUPS)
     w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_G)
@@ -349,14 +387,6 @@ def _best_of_groups(
 
 
 @triton.jit
-def _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row):
-    """Logits with -inf for the tokens after the row's last kept one."""
-    last = tl.load(last_ptr + row)
-    kept_G4 = (x_G4 > last) | ((x_G4 == last) & (id_G4 <= tl.load(last_id_ptr + row)))
-    return tl.where(kept_G4, x_G4, float("-inf"))
-
-
-@triton.jit
 def _scan_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr, high_ptr, stride,
     vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, DRAW: tl.constexpr,
@@ -365,7 +395,7 @@ def _scan_kernel(
     """Highest logit of a part; and what it draws, or the highest logit of each cluster of 32 tokens."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
+    x_G4, id_G4, _group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     place = row * PARTS + part
     high_G = _highest_of_groups(x_G4, PART // 4)
     part_max = tl.max(high_G)
@@ -381,31 +411,36 @@ def _scan_kernel(
     elif DRAW:
         base = tl.where(_is_finite(part_max), part_max, 0.0)
         inverse = _inverse(temperature_ptr, row)
-        best, close = _rough_draw(x_G4, group_G, base, row, inverse, seeds_ptr, positions_ptr, PART, FAST_LOG)
+        best, close = _rough_draw(
+            logits_ptr, row, part, stride, vocab_size, base, inverse, seeds_ptr, positions_ptr, max_ptr, max_id_ptr,
+            False, PART, ALIGNED, FAST_LOG,
+        )  # fmt: skip
         tl.store(best_ptr + place, best)
         tl.store(close_ptr + place, close)
 
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, last_ptr, last_id_ptr, best_ptr, close_ptr, stride,
-    vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, FAST_LOG: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, drawn_ptr, last_ptr, last_id_ptr, best_ptr,
+    close_ptr, stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
+    FAST_LOG: tl.constexpr,
 ):  # fmt: skip
     """What a part draws among the tokens up to a row's last kept one."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     place = row * PARTS + part
-    if tl.load(temperature_ptr + row) > 0:
+    if (tl.load(temperature_ptr + row) > 0) & (tl.load(drawn_ptr + row) < 0):
         part_max = tl.load(max_ptr + place)
         if part_max < tl.load(last_ptr + row):
             tl.store(best_ptr + place, float("-inf"))
             tl.store(close_ptr + place, 0)
         else:
-            x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
-            x_G4 = _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row)
             base = tl.where(_is_finite(part_max), part_max, 0.0)
             inverse = _inverse(temperature_ptr, row)
-            best, close = _rough_draw(x_G4, group_G, base, row, inverse, seeds_ptr, positions_ptr, PART, FAST_LOG)
+            best, close = _rough_draw(
+                logits_ptr, row, part, stride, vocab_size, base, inverse, seeds_ptr, positions_ptr, last_ptr,
+                last_id_ptr, True, PART, ALIGNED, FAST_LOG,
+            )  # fmt: skip
             tl.store(best_ptr + place, best)
             tl.store(close_ptr + place, close)
 
@@ -443,7 +478,9 @@ def _bins_holding(values_B, total):
     """How many bins hold ``total``, with a share of the last; all if even these do not."""
     before_B = tl.cumsum(values_B, 0) - values_B
     share_B = tl.minimum(tl.maximum((total - before_B) / tl.maximum(values_B, 1e-30), 0.0), 1.0)
-    return tl.sum(tl.where(before_B < total, share_B, 0.0) + tl.where((before_B < total) & (values_B == 0), 1.0 - share_B, 0.0))
+    return tl.sum(
+        tl.where(before_B < total, share_B, 0.0) + tl.where((before_B < total) & (values_B == 0), 1.0 - share_B, 0.0)
+    )
 
 
 @triton.jit
@@ -502,11 +539,11 @@ def _bracket_kernel(
     low_rank = low_rank + HALF_BRACKET
     high_rank = high_rank - HALF_BRACKET
     unit = inverse * _BINS_PER_UNIT
-    low_bins = _bins_holding(count_B, low_rank)
-    low = top.to(tl.float32) - low_bins / unit
+    # Where the bins do not hold so many, all that weighs anything is listed.
+    low = top.to(tl.float32) - tl.minimum(_bins_holding(count_B, low_rank), _BINS - 1.0) / unit
     high = top.to(tl.float32) - _bins_holding(count_B, tl.maximum(high_rank, 0.0)) / unit
     element = bounds_ptr.dtype.element_ty
-    tl.store(bounds_ptr + row * 2, tl.where(low_bins < _BINS - 1, low, float("-inf")).to(element))
+    tl.store(bounds_ptr + row * 2, low.to(element))
     tl.store(bounds_ptr + row * 2 + 1, tl.where(high_rank > 0, high, float("inf")).to(element))
 
 
@@ -514,27 +551,45 @@ def _bracket_kernel(
 def _weigh_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr, stride,
     vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
-    MIN_P: tl.constexpr, TRUNCATES: tl.constexpr,
+    MIN_P: tl.constexpr, SEARCHES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part's masses: all; with TRUNCATES also those above the bracket, and those that min_p keeps."""
+    """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     place = row * PARTS + part
-    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
-    mass_G4 = _masses(x_G4, _row_max(max_ptr, row, num_parts, PARTS), _inverse(temperature_ptr, row), BITS)
-    tl.store(mass_ptr + place, tl.sum(tl.sum(mass_G4, 1)))
-    if TRUNCATES:
-        element: tl.constexpr = logits_ptr.dtype.element_ty
-        rows_apart = tl.num_programs(1) * PARTS
-        above_G4 = x_G4 >= tl.load(bounds_ptr + row * 2 + 1)
-        tl.store(masses_ptr + place, tl.sum(tl.sum(tl.where(above_G4, mass_G4, 0), 1)))
+    row_max = _row_max(max_ptr, row, num_parts, PARTS)
+    inverse = _inverse(temperature_ptr, row)
+    zero_B = tl.zeros([PART // 16], tl.int64)
+    mass_B = zero_B
+    above_mass_B = zero_B
+    above_count_B = zero_B.to(tl.int32)
+    likely_mass_B = zero_B
+    likely_count_B = zero_B.to(tl.int32)
+    least_B = zero_B.to(logits_ptr.dtype.element_ty) + float("inf")
+    # A quarter at a time: with all masses in registers few programs would fit beside each other.
+    for quarter in range(4):
+        x_B4, id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        mass_B4 = _masses(x_B4, row_max, inverse, BITS)
+        mass_B += tl.sum(mass_B4, 1)
+        if SEARCHES:
+            above_B4 = x_B4 >= tl.load(bounds_ptr + row * 2 + 1)
+            above_count_B += tl.sum(above_B4.to(tl.int32), 1)
+            above_mass_B += tl.sum(tl.where(above_B4, mass_B4, 0), 1)
         if MIN_P:
-            likely_G4 = (mass_G4 >= _least_mass(min_p_ptr, row, BITS)) & (id_G4 < vocab_size)
-            tl.store(counts_ptr + rows_apart + place, tl.sum(tl.sum(likely_G4.to(tl.int32), 1)))
-            tl.store(masses_ptr + rows_apart + place, tl.sum(tl.sum(tl.where(likely_G4, mass_G4, 0), 1)))
-            least_G4 = tl.where(likely_G4, x_G4, tl.full([], float("inf"), element))
-            tl.store(least_ptr + place, tl.min(tl.min(least_G4, 1)))
-        tl.store(counts_ptr + place, tl.sum(tl.sum(above_G4.to(tl.int32), 1)))
+            likely_B4 = (mass_B4 >= _least_mass(min_p_ptr, row, BITS)) & (id_B4 < vocab_size)
+            likely_count_B += tl.sum(likely_B4.to(tl.int32), 1)
+            likely_mass_B += tl.sum(tl.where(likely_B4, mass_B4, 0), 1)
+            inf = tl.full([], float("inf"), logits_ptr.dtype.element_ty)
+            least_B = tl.minimum(least_B, tl.min(tl.where(likely_B4, x_B4, inf), 1))
+    tl.store(mass_ptr + place, tl.sum(mass_B))
+    rows_apart = tl.num_programs(1) * PARTS
+    if SEARCHES:
+        tl.store(counts_ptr + place, tl.sum(above_count_B))
+        tl.store(masses_ptr + place, tl.sum(above_mass_B))
+    if MIN_P:
+        tl.store(counts_ptr + rows_apart + place, tl.sum(likely_count_B))
+        tl.store(masses_ptr + rows_apart + place, tl.sum(likely_mass_B))
+        tl.store(least_ptr + place, tl.min(least_B))
 
 
 @triton.jit
@@ -545,19 +600,26 @@ def _list_kernel(
     """Append a part's tokens inside the bracket to the row's list, in no certain order, and count them all."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
-    listed_G4 = (x_G4 >= tl.load(bounds_ptr + row * 2)) & (x_G4 < tl.load(bounds_ptr + row * 2 + 1))
-    listed_G4 = listed_G4 & (id_G4 < vocab_size)
-    listed_G = tl.sum(listed_G4.to(tl.int32), 1)
-    count = tl.sum(listed_G)
+    low = tl.load(bounds_ptr + row * 2)
+    high = tl.load(bounds_ptr + row * 2 + 1)
+    x_G4, id_G4, _group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
+    listed_G4 = (x_G4 >= low) & (x_G4 < high) & (id_G4 < vocab_size)
+    count = tl.sum(tl.sum(listed_G4.to(tl.int32), 1))
     if count > 0:
-        first = tl.atomic_add(listed_ptr + row, count)
-        slot_G = first + tl.cumsum(listed_G, 0) - listed_G
-        slot_G4 = slot_G[:, None] + tl.cumsum(listed_G4.to(tl.int32), 1) - listed_G4.to(tl.int32)
-        stored_G4 = listed_G4 & (slot_G4 < CANDIDATES)
+        slot = tl.atomic_add(listed_ptr + row, count)
         first_of_row = row.to(tl.int64) * CANDIDATES
-        tl.store(list_logit_ptr + first_of_row + slot_G4, x_G4, stored_G4)
-        tl.store(list_id_ptr + first_of_row + slot_G4, id_G4, stored_G4)
+        # Read anew, a quarter at a time: with all places in registers few programs would fit beside each other.
+        for quarter in range(4):
+            x_B4, id_B4, _group_B = _load_part(
+                logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED
+            )
+            listed_B4 = ((x_B4 >= low) & (x_B4 < high) & (id_B4 < vocab_size)).to(tl.int32)
+            listed_B = tl.sum(listed_B4, 1)
+            slot_B4 = (slot + tl.cumsum(listed_B, 0) - listed_B)[:, None] + tl.cumsum(listed_B4, 1) - listed_B4
+            stored_B4 = (listed_B4 > 0) & (slot_B4 < CANDIDATES)
+            tl.store(list_logit_ptr + first_of_row + slot_B4, x_B4, stored_B4)
+            tl.store(list_id_ptr + first_of_row + slot_B4, id_B4, stored_B4)
+            slot += tl.sum(listed_B)
 
 
 @triton.jit
@@ -638,7 +700,8 @@ def _taken(needed, count, mass, tie_mass, BY_MASS: tl.constexpr):
 def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, mass_N, exists_N, id_N_ptr):
     """The shortest prefix of the order with ``needed`` tokens, or that mass: its last logit, last id and mass.
 
-    It must end among the N candidates, whose ids are read where equal ones need them; ``above_count`` and ``above_mass`` are those of the tokens above all of them.
+    It must end among the N candidates, whose ids are read where equal ones need them; ``above_count`` and
+    ``above_mass`` are those of the tokens above all of them.
     """
     wide: tl.constexpr = key_N.dtype == tl.uint64
     value_N = mass_N if BY_MASS else exists_N.to(tl.int64)
@@ -676,9 +739,7 @@ def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, 
 
 
 @triton.jit
-def _row_chunk(
-    first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS: tl.constexpr, CHUNK: tl.constexpr
-):
+def _row_chunk(first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS: tl.constexpr, CHUNK: tl.constexpr):
     """Keys, ids and masses of CHUNK tokens of a row from ``first`` on, and whether they exist."""
     id_N = first + tl.arange(0, CHUNK)
     exists_N = id_N < vocab_size
@@ -742,12 +803,16 @@ def _search_row(
 
 @triton.jit
 def _cut_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
-    listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size, num_parts,
-    PARTS: tl.constexpr, BITS: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr,
-    CHUNK: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr,
+    counts_ptr, masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr, last_ptr,
+    last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
-    """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; IS_LAST goes to the row itself."""
+    """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; or IS_LAST, from the row.
+
+    Where the list has all kept tokens that weigh anything, the row is drawn here; others are marked by -1.
+    """
     row = tl.program_id(0)
     listed = tl.load(listed_ptr + row)
     is_open = True
@@ -762,52 +827,70 @@ def _cut_kernel(
         rows_apart = tl.num_programs(0) * PARTS
         last = tl.full([], float("-inf"), logits_ptr.dtype.element_ty)
         last_id = tl.zeros([], tl.int32) + _ALL
-        kept = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
+        total = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
+        kept = total
         is_cut = kept == kept
+        drawn = tl.full([], -1, tl.int32)
         if _is_finite(row_max):
             limit = vocab_size.to(tl.int64)
             if MIN_P:
                 limit = tl.sum(tl.load(counts_ptr + rows_apart + place_P, exists_P, 0)).to(tl.int64)
                 kept = tl.sum(tl.load(masses_ptr + rows_apart + place_P, exists_P, 0))
                 last = tl.min(tl.load(least_ptr + place_P, exists_P, float("inf")))
-            above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0)).to(tl.int64)
-            above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
-            # A list that is not held with all tokens of its bracket is of no use.
-            listed = tl.where(listed <= HELD, listed, 0)
-            place_N = tl.arange(0, HELD)
-            exists_N = place_N < listed
-            first_of_row = row.to(tl.int64) * CANDIDATES
-            x_N = tl.load(list_logit_ptr + first_of_row + place_N, exists_N, float("-inf"))
-            id_N_ptr = list_id_ptr + first_of_row + place_N
-            key_N = _key(x_N)
-            mass_N = tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0)
-            if TOP_K:
-                top_k = tl.load(top_k_ptr + row)
-                if (top_k > 0) & (top_k < limit):
-                    if (above_count < top_k) & (top_k <= above_count + listed):
-                        last, last_id, kept = _search_list(
-                            top_k, above_count, above_mass, False, key_N, mass_N, exists_N, id_N_ptr
-                        )
-                    elif IS_LAST:
-                        last, last_id, kept = _search_row(
-                            top_k, False, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
-                        )
-                    else:
-                        is_cut = kept != kept
-            if TOP_P:
-                top_p = tl.load(top_p_ptr + row)
-                if top_p < 1:
-                    needed = _nucleus_mass(kept, top_p)
-                    if (above_mass < needed) & (needed <= above_mass + tl.sum(mass_N)):
-                        last, last_id, kept = _search_list(
-                            needed, above_count, above_mass, True, key_N, mass_N, exists_N, id_N_ptr
-                        )
-                    elif IS_LAST:
-                        last, last_id, kept = _search_row(
-                            needed, True, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
-                        )
-                    else:
-                        is_cut = kept != kept
+            if TOP_K or TOP_P:
+                above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0)).to(tl.int64)
+                above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
+                # A list that is not held with all tokens of its bracket is of no use.
+                listed = tl.where(listed <= HELD, listed, 0)
+                place_N = tl.arange(0, HELD)
+                exists_N = place_N < listed
+                first_of_row = row.to(tl.int64) * CANDIDATES
+                x_N = tl.load(list_logit_ptr + first_of_row + place_N, exists_N, float("-inf"))
+                id_N_ptr = list_id_ptr + first_of_row + place_N
+                key_N = _key(x_N)
+                mass_N = tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0)
+                reached = above_mass + tl.sum(mass_N)
+                is_listed = reached == total
+                if TOP_K:
+                    top_k = tl.load(top_k_ptr + row)
+                    if (top_k > 0) & (top_k < limit):
+                        if (above_count < top_k) & (top_k <= above_count + listed):
+                            last, last_id, kept = _search_list(
+                                top_k, above_count, above_mass, False, key_N, mass_N, exists_N, id_N_ptr
+                            )
+                            is_listed = is_cut
+                        # More tokens than weigh anything take nothing away.
+                        elif (reached != total) | (top_k <= above_count):
+                            if IS_LAST:
+                                last, last_id, kept = _search_row(
+                                    top_k, False, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                                )
+                            else:
+                                is_cut = kept != kept
+                if TOP_P:
+                    top_p = tl.load(top_p_ptr + row)
+                    if top_p < 1:
+                        needed = _nucleus_mass(kept, top_p)
+                        if (above_mass < needed) & (needed <= reached):
+                            last, last_id, kept = _search_list(
+                                needed, above_count, above_mass, True, key_N, mass_N, exists_N, id_N_ptr
+                            )
+                            is_listed = kept == kept
+                        elif IS_LAST:
+                            last, last_id, kept = _search_row(
+                                needed, True, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                            )
+                        else:
+                            is_cut = kept != kept
+                if is_listed & is_cut & (above_count == 0) & (tl.load(temperature_ptr + row) > 0):
+                    id_N = tl.load(id_N_ptr, exists_N, 0)
+                    w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, id_N // 4)
+                    word_N = tl.where(id_N % 2 == 0, tl.where(id_N % 4 == 0, w0, w2), tl.where(id_N % 4 == 1, w1, w3))
+                    score_N = _exact_noise(word_N) + (x_N.to(tl.float64) - row_max.to(tl.float64)) * inverse
+                    kept_N = exists_N & ((x_N > last) | ((x_N == last) & (id_N <= last_id)))
+                    score_N = tl.where(kept_N, score_N, float("-inf"))
+                    drawn = tl.min(tl.where(score_N == tl.max(score_N), id_N, _ALL))
+        tl.store(drawn_ptr + row, drawn)
         tl.store(is_cut_ptr + row, is_cut)
         tl.store(last_ptr + row, last)
         tl.store(last_id_ptr + row, last_id)
@@ -816,9 +899,10 @@ def _cut_kernel(
 
 @triton.jit
 def _finish_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, last_ptr, last_id_ptr,
-    kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, stride, vocab_size, num_parts,
-    PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, last_ptr,
+    last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, stride, vocab_size,
+    num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
+    TRUNCATES: tl.constexpr,
 ):  # fmt: skip
     """Token of a row and its log-probabilities."""
     row = tl.program_id(0)
@@ -831,8 +915,13 @@ def _finish_kernel(
     max_P = tl.load(max_ptr + place_P, exists_P, float("-inf"))
     total = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
     token = tl.zeros([], tl.int32)
+    drawn = tl.full([], -1, tl.int32)
+    if TRUNCATES:
+        drawn = tl.load(drawn_ptr + row)
     if is_finite:
-        if tl.load(temperature_ptr + row) == 0:
+        if drawn >= 0:
+            token = drawn
+        elif tl.load(temperature_ptr + row) == 0:
             token = tl.min(tl.where(max_P == row_max, tl.load(max_id_ptr + place_P, exists_P, _ALL), _ALL))
         else:
             # Scores of parts are above their own highest logit; a part without a finite one has none.
@@ -859,15 +948,18 @@ def _finish_kernel(
                 for step in range(num_parts + 1):
                     part = tl.where(step == 0, best_part, step - 1)
                     if tl.max(tl.where(part_P == part, best_P, float("-inf"))) >= best_score - _MARGIN / 4:
-                        x_G4, id_G4, group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
-                        if TRUNCATES:
-                            x_G4 = _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row)
-                        score, found = _best_of_groups(
-                            x_G4, group_G, row_max, row, inverse, seeds_ptr, positions_ptr, PART // 4
-                        )
-                        wins = (score > best_score) | ((score == best_score) & (found < token))
-                        token = tl.where(wins, found, token)
-                        best_score = tl.maximum(score, best_score)
+                        for quarter in range(4):
+                            x_B4, id_B4, group_B = _load_part(
+                                logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED
+                            )
+                            if TRUNCATES:
+                                x_B4 = _only_kept(x_B4, id_B4, last_ptr, last_id_ptr, row)
+                            score, found = _best_of_groups(
+                                x_B4, group_B, row_max, row, inverse, seeds_ptr, positions_ptr, PART // 16
+                            )
+                            wins = (score > best_score) | ((score == best_score) & (found < token))
+                            token = tl.where(wins, found, token)
+                            best_score = tl.maximum(score, best_score)
     logit = tl.load(logits_ptr + row.to(tl.int64) * stride + token)
     scaled = (logit.to(tl.float64) - row_max.to(tl.float64)) * inverse
     nan = float("nan")

@@ -31,6 +31,7 @@ class Step:
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         self.block_size, self.device, self.scale = block_size, device, head_dim**-0.5
+
         # Values of both signs and of very different sizes, so that another order of the sums shows in the bits.
         def draw(length: int, heads: int, spread: float) -> torch.Tensor:
             sizes = torch.exp2(spread * torch.randn(length, heads, 1, generator=generator))
@@ -69,7 +70,9 @@ class Step:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 16), (3, 1, 32, 7), (2, 2, 64, 32)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 16), (3, 1, 32, 7), (2, 2, 64, 32)]
+)
 def test_programs_match_dense_fp64(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
     """Indexing, masks, splits and folds; NaN lies in every place that must not be read."""
     step = Step([300, 65, 1], heads, kv_heads, head_dim, block_size, torch.float16, "cpu", seed=heads)
@@ -92,7 +95,9 @@ def test_a_wider_cache_gives_the_same() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_CARD, reason="needs a card")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 4, 64), (4, 2, 64), (8, 1, 128), (16, 8, 32)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 4, 64), (4, 2, 64), (8, 1, 128), (16, 8, 32)]
+)
 def test_bits_are_a_rows_own(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     """Whole prompts, chunks, decodes, neighbours, blocks and their places: 0 differing elements."""
     lengths = [1, 63, 64, 65, 255, 256, 257, 700, 1300]

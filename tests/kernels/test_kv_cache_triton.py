@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from paged.kernels.kv_cache import LayerCache
 from paged.kernels.kv_cache_triton import store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,20 +26,20 @@ def test_rows_come_to_their_cells(
         pytest.skip("the interpreter cuts fp32 to bf16 instead of rounding it")
     generator = torch.Generator().manual_seed(0)
     before = [torch.randn(6, 4, heads, head_dim, generator=generator).to(cache_dtype) for _ in range(2)]
-    cache = LayerCache(*(x.to(DEVICE, copy=True) for x in before))
+    caches = [x.to(DEVICE, copy=True) for x in before]
     # Keys and values as they come out of one product: rows lie apart.
     width = heads * head_dim
     both = torch.randn(9, 2 * width, generator=generator).to(model_dtype)
     key, value = (x.reshape(9, heads, head_dim) for x in both.to(DEVICE).split(width, dim=1))
     cells = torch.tensor([23, 0, 5, 7, 22, 11, 12, 1, 2])
-    store_triton(cache, key, value, cells.to(DEVICE))
-    for rows, expected, stored in zip(both.split(width, dim=1), before, (cache.key, cache.value), strict=True):
+    store_triton(*caches, key, value, cells.to(DEVICE))
+    for rows, expected, stored in zip(both.split(width, dim=1), before, caches, strict=True):
         expected.flatten(0, 1)[cells] = rows.reshape(9, heads, head_dim).to(cache_dtype)
         assert torch.equal(stored.cpu(), expected)
 
 
 def test_no_rows() -> None:
-    cache = LayerCache(*(torch.zeros(1, 4, 2, 8, device=DEVICE) for _ in range(2)))
+    caches = [torch.zeros(1, 4, 2, 8, device=DEVICE) for _ in range(2)]
     none = torch.zeros(0, 2, 8, device=DEVICE)
-    store_triton(cache, none, none, torch.zeros(0, dtype=torch.int64, device=DEVICE))
-    assert not cache.key.any()
+    store_triton(*caches, none, none, torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    assert not caches[0].any()

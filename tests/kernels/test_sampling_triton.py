@@ -33,7 +33,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QWEN_VOCAB = 151_936
 
 
-def logits_of(generator: np.random.Generator, num_rows: int, vocab_size: int, scale: float | None = None) -> torch.Tensor:
+def logits_of(
+    generator: np.random.Generator, num_rows: int, vocab_size: int, scale: float | None = None
+) -> torch.Tensor:
     """Rows of all sorts: peaked and flat, with ties, with a thousand equal ones at the top, with -inf."""
     scales = generator.choice([0.01, 1, 3, 8], (num_rows, 1)) if scale is None else scale
     logits = generator.standard_normal((num_rows, vocab_size), dtype=np.float32) * scales
@@ -135,11 +137,15 @@ def test_rough_noise_keeps_its_margin() -> None:
     ends = torch.arange(2**14)
     around = 2**27 + torch.arange(-(2**13), 2**13)
     powers = torch.cat([2**bits + torch.arange(-64, 64) for bits in range(7, 32)])
-    words = torch.cat((ends, 2**32 - 1 - ends, around, powers, torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, 2**18))))
+    words = torch.cat(
+        (ends, 2**32 - 1 - ends, around, powers, torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, 2**18)))
+    )
     words = words[: len(words) // 1024 * 1024].to(DEVICE)
     rough = torch.empty(len(words), dtype=torch.float32, device=DEVICE)
     exact = torch.empty(len(words), dtype=torch.float64, device=DEVICE)
-    _noise_kernel[(len(words) // 1024,)](words, rough, exact, SIZE=1024, FAST_LOG=DEVICE == "cuda", enable_fp_fusion=False)
+    _noise_kernel[(len(words) // 1024,)](
+        words, rough, exact, SIZE=1024, FAST_LOG=DEVICE == "cuda", enable_fp_fusion=False
+    )
     error = rough.double() - math.log(math.log(2)) - exact
     assert error.min() > -sampling_triton.MARGIN / 8, error.min()
     # Higher by more than that it is for few words only, whose tokens must else be computed in fp64 all the time.
