@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,7 +46,7 @@ from paged.workload.job import SizedWorkload
 from paged.workload.prompts import PromptLine, PromptsWorkload, RefusedLine, read_prompts, write_prompts
 
 if TYPE_CHECKING:
-    from paged.engine import Engine
+    from paged.engine import Engine, SampleUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -218,11 +218,16 @@ class _Run:
                 logger.info("%d samples to come from %s, %s", num_samples, model, engine.numerics_id)
                 start_s = time.perf_counter()
                 num_tokens = self._sample(engine, results, interrupt)
+                # A step that was cut off here may have finished samples.
+                num_tokens += sum(self._take(results, update) for update in engine.settle())
                 elapsed_s = time.perf_counter() - start_s
                 interrupted = bool(self.unfinished)
                 if interrupted:
                     self._abort(engine, results)
-            peaks = engine.peak_bytes_by_rank()
+            peaks: list[int] = []
+            # All samples are there: a rank that is lost now takes nothing with it.
+            with suppress(TPError):
+                peaks = engine.peak_bytes_by_rank()
             summary = {
                 # Of this session, which is the whole run unless it was resumed; those of the whole folder follow.
                 **engine.metrics(),
@@ -352,15 +357,19 @@ class _Run:
                     continue
                 num_finished = 0
                 for update in engine.run_step():
-                    num_tokens += len(update.token_ids)
-                    if update.output is not None:
-                        num_finished += 1
-                        self._finish(results, update.output)
+                    num_tokens += self._take(results, update)
+                    num_finished += update.output is not None
                 rate = num_tokens / (time.perf_counter() - start_s)
                 state = f"{rate:,.0f} tokens/s, {engine.num_running} running, {engine.num_waiting} waiting"
                 bar.set_postfix_str(state, refresh=False)
                 bar.update(num_finished)
         return num_tokens
+
+    def _take(self, results: ResultsFile, update: SampleUpdate) -> int:
+        """Write what has finished; the number of new tokens."""
+        if update.output is not None:
+            self._finish(results, update.output)
+        return len(update.token_ids)
 
     def _finish(self, results: ResultsFile, output: Any) -> None:
         solved = None

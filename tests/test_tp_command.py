@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tp_tools import QWEN3, is_there, save_model
+import tp_faults
+from tp_tools import QWEN3, is_there, pids, save_model
 
-from paged import Engine
+from paged import Engine, engine_ranks
 from paged.app import main
+from paged.runner import ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = ("device=cpu", "dtype=float32", "workload.num_prompts=3", "sampling.n=1", "sampling.temperature=0")
@@ -160,6 +162,81 @@ def test_a_lost_rank_ends_the_run_which_can_be_resumed(
     assert main(["run", f"resume={folder}"]) == 0
     assert tokens_of(folder) == tokens_of(whole)
     assert summary_of(folder)["interrupted"] is False
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("num_blocks must be smaller"), 2, "paged: num_blocks must be smaller"),
+        (KeyboardInterrupt(), 130, "paged: interrupted; what is finished is kept"),
+    ],
+    ids=["mistake", "Ctrl-C"],
+)
+def test_what_rank_0_meets_while_others_load_is_not_theirs(
+    error: BaseException,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(tp_faults.FAULT, "slow_to_load")
+    monkeypatch.setenv(tp_faults.MARKS, str(tmp_path))
+    monkeypatch.setattr(ranks, "FOLLOWER", "tp_faults")
+
+    def build(*args: Any) -> Any:
+        # A second without a message: signs of life have come.
+        time.sleep(1)
+        raise error
+
+    monkeypatch.setattr(engine_ranks, "build_parts", build)
+    assert main(["run", "tp=2", *SHORT, f"hydra.run.dir={tmp_path / 'run'}"]) == code
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "rank1").exists()
+
+
+def test_a_rank_that_is_lost_after_the_last_sample_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ask = Engine.peak_bytes_by_rank
+    killed: list[int] = []
+
+    def kill_and_ask(engine: Engine) -> list[int]:
+        killed.extend(pids(engine))
+        os.kill(killed[0], signal.SIGKILL)
+        return ask(engine)
+
+    monkeypatch.setattr(Engine, "peak_bytes_by_rank", kill_and_ask)
+    assert main(["run", "tp=2", *SHORT, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert len(killed) == 1
+    assert summary_of(tmp_path / "run")["interrupted"] is False
+    assert len(tokens_of(tmp_path / "run")) == 3
+
+
+def test_ctrl_c_in_the_step_that_finishes_a_sample_keeps_it(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step = Engine.run_step
+
+    def interrupted(engine: Engine) -> list[Any]:
+        updates = step(engine)
+        if engine.scheduler.counters.num_finished == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not any(update.output for update in updates), "the sample has been handed out already"
+        return updates
+
+    monkeypatch.setattr(Engine, "run_step", interrupted)
+    folder = tmp_path / "run"
+    assert main(["run", "tp=2", *SHORT, "max_num_seqs=1", f"hydra.run.dir={folder}"]) == 130
+    summary = summary_of(folder)
+    (key,) = tokens_of(folder)
+    assert tokens_of(folder)[key] == tokens_of(single)[key]
+    assert (summary["num_samples"], summary["output_tokens"]) == (1, len(tokens_of(single)[key]))
+    counted = summary["tokens_per_s_end_to_end"] * summary["elapsed_s"]
+    assert counted == pytest.approx(len(tokens_of(single)[key]))
 
 
 def test_ctrl_c_ends_all_ranks_after_a_step(tmp_path: Path) -> None:

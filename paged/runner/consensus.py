@@ -122,8 +122,7 @@ class Leader:
             self._watch = _Watch(ranks.links, group.process_group.abort, limit_s)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Samples of one request were queued; raises ``TPError`` if the ranks have ended."""
-        self.check()
+        """Samples of one request were queued."""
         self._record.append(("add", list(requests)))
 
     def abort(self, request_id: str, sample: int | None, reason: FinishReason) -> None:

@@ -158,20 +158,20 @@ class Ranks:
         return [self._listen(rank, limit_s) for rank in range(1, self.size)]
 
     def _hear(self, rank: int, limit_s: float) -> Any:
-        message = self._listen(rank, limit_s)
-        if isinstance(message, Failure):
-            if message.is_mistake:
-                raise ValueError(message.text)
-            raise TPError(f"rank {rank} failed: {message.kind}: {message.text}")
-        return message
+        return _unless_failed(rank, self._listen(rank, limit_s))
 
     def _listen(self, rank: int, limit_s: float) -> Any:
+        try:
+            return self._receive(rank, limit_s)
+        except TimeoutError as error:
+            raise _silence(rank, limit_s) from error
+
+    def _receive(self, rank: int, limit_s: float) -> Any:
+        """The next message of a rank; raises ``TPError`` if it is gone, and ``TimeoutError``."""
         try:
             return self._peers[rank - 1].link.receive(limit_s)
         except LinkClosedError as error:
             raise self._loss(rank) from error
-        except TimeoutError as error:
-            raise _silence(rank, limit_s) from error
 
     def cause(self, error: BaseException, limit_s: float) -> TPError | None:
         """Which rank an exception of rank 0's comes from, if it comes from one.
@@ -187,11 +187,14 @@ class Ranks:
         failed: list[TPError] = []
         silent: list[int] = []
         for rank, peer in enumerate(self._peers, 1):
-            if peer.link.is_quiet(max(0.0, until_s - time.monotonic())):
-                silent.append(rank)
-                continue
             try:
-                self._hear(rank, 0.0)
+                # Signs of life say nothing of what happened.
+                while not peer.link.is_quiet(max(0.0, until_s - time.monotonic())):
+                    with contextlib.suppress(TimeoutError):
+                        _unless_failed(rank, self._receive(rank, 0.0))
+                        break
+                else:
+                    silent.append(rank)
             except TPError as found:
                 own = isinstance(found.__cause__, LinkClosedError) or not is_exchange_text(str(found))
                 (gone if own else failed).append(found)
@@ -319,6 +322,15 @@ def is_exchange_error(error: BaseException) -> bool:
 def is_exchange_text(text: str) -> bool:
     """``is_exchange_error`` of what is left of an exception in another process."""
     return any(word in text.lower() for word in ("gloo", "nccl"))
+
+
+def _unless_failed(rank: int, message: Any) -> Any:
+    """A message of a rank's; a ``Failure`` is raised, a mistake of the user's as ``ValueError``."""
+    if isinstance(message, Failure):
+        if message.is_mistake:
+            raise ValueError(message.text)
+        raise TPError(f"rank {rank} failed: {message.kind}: {message.text}")
+    return message
 
 
 def _silence(rank: int, limit_s: float) -> TPError:

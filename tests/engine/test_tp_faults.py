@@ -183,6 +183,61 @@ def test_a_rank_that_is_stopped_between_steps(plant: Plant) -> None:
     assert lose(engine, 5) == "rank 1 has not answered within 1 s (tp_timeout_s)"
 
 
+def test_what_all_ranks_agreed_on_is_returned_when_one_is_lost(plant: Plant) -> None:
+    engine = plant(None)
+    expected = tokens(engine)[0]
+    engine.add_request(PROMPTS[0], PARAMS[0], "first")
+    updates: list[Any] = []
+    while len(updates) < 4:
+        updates += engine.step()
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    with pytest.raises(TPError, match="SIGKILL"):
+        step_to_the_end(engine, updates)
+    with pytest.raises(TPError, match="the ranks of this engine have ended"):
+        engine.add_request(PROMPTS[1], PARAMS[1], "late")
+    assert engine.num_waiting == 1, "a refused request is queued"
+    (output,) = engine.abort("first")
+    assert (output.token_ids, output.finish_reason) == (expected[: len(updates)], "abort")
+    assert engine.abort("late") == []
+    assert not engine.has_unfinished
+
+
+def test_the_last_token_of_a_lost_engine_is_not_handed_out(plant: Plant) -> None:
+    """The sample had finished at rank 0, and no other rank has said so."""
+    engine = plant(None)
+    engine.add_request(PROMPTS[0], SamplingParams(temperature=0, max_tokens=2), "first")
+    while engine.scheduler.has_unfinished:
+        engine.step()
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    with pytest.raises(TPError, match="SIGKILL"):
+        engine.step()
+    (output,) = engine.abort("first")
+    assert (len(output.token_ids), output.finish_reason) == (1, "abort")
+    assert not engine.has_unfinished
+    assert engine.abort("first") == []
+
+
+def test_a_closed_engine_takes_no_requests(plant: Plant) -> None:
+    engine = plant(None)
+    engine.add_request(PROMPTS[0], PARAMS[0], "first")
+    engine.close()
+    with pytest.raises(TPError, match="the ranks of this engine have ended: the engine is closed"):
+        engine.add_request(PROMPTS[1], PARAMS[1])
+    assert engine.num_waiting == 1
+    assert [output.token_ids for output in engine.abort("first")] == [[]]
+    assert not engine.has_unfinished
+
+
+def test_a_step_log_that_cannot_be_written_leaves_no_process(folder: Path, tmp_path: Path) -> None:
+    def children() -> list[str]:
+        return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+
+    before = children()
+    with pytest.raises(FileNotFoundError):
+        tp_engine(folder, 2, step_log=tmp_path / "no" / "steps.jsonl")
+    assert children() == before
+
+
 def test_a_mistake_that_another_rank_meets_is_told_as_one(plant: Plant, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^the checkpoint has gone$"):
         plant("cannot_load")
