@@ -536,6 +536,8 @@ class Engine:
         agreed, self._unagreed = self._unagreed, []
         for brought in agreed:
             self._take_in(brought)
+        if self._log is not None:
+            self._log.release()
 
     def _undo(self) -> None:
         """Drop what the other ranks will never agree to."""
@@ -558,6 +560,7 @@ class Engine:
                 self.executor.abandon()
                 self.scheduler.abandon()
                 if self._log is not None:
+                    self._log.drop()
                     self._log.abandon()
             if self._leader is not None:
                 failure = self._leader.fail(error)
@@ -581,7 +584,7 @@ class Engine:
         commit = self.scheduler.commit(result)
         self._held = None
         if self._log is not None:
-            self._log.commit(result)
+            self._log.commit(result, is_agreed=self._leader is None or not self._leader.is_verifying)
         if self._leader is not None:
             self._leader.commit(result)
         self._keep(_Brought(result.payload, commit.accepted, commit.finished))

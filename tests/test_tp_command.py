@@ -239,6 +239,42 @@ def test_ctrl_c_in_the_step_that_finishes_a_sample_keeps_it(
     assert counted == pytest.approx(len(tokens_of(single)[key]))
 
 
+def test_time_in_which_rank_0_is_stopped_does_not_count(tmp_path: Path) -> None:
+    """Ctrl-Z for longer than tp_timeout_s, and fg."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ("tp=2", "tp_timeout_s=2", "device=cpu", "workload.num_prompts=40", f"hydra.run.dir={tmp_path / 'run'}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paged", "run", *options],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    steps = tmp_path / "run" / "steps.jsonl"
+
+    def wait_for(number: int) -> None:
+        deadline = time.monotonic() + 60
+        while not steps.is_file() or steps.read_text().count('"commit"') < number:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    try:
+        wait_for(3)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        before = steps.read_text().count('"commit"')
+        os.kill(process.pid, signal.SIGCONT)
+        wait_for(before + 5)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+
+
 def test_ctrl_c_ends_all_ranks_after_a_step(tmp_path: Path) -> None:
     """As a terminal sends it: to the whole process group."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -248,7 +248,7 @@ def test_a_greedy_row_is_the_same_bits_gathered_or_not(pair: Engine) -> None:
 def test_what_a_step_brought_is_handed_out_with_the_next_one(pair: Engine) -> None:
     pair.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=2), "late")
     assert pair.step() == []
-    assert pair.scheduler.counters.output_tokens >= 0
+    assert pair.scheduler.num_running == 1, "nothing was computed"
     (first,) = pair.step()
     assert (len(first.token_ids), first.output) == (1, None)
     assert not pair.scheduler.has_unfinished
