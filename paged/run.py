@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from yaml import YAMLError
 
-from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config
+from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
-from paged.core.sharding import check_k_segments, check_tp
+from paged.core.sharding import IndivisibleError
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
@@ -270,20 +270,13 @@ class _Run:
         drop_torn_line(step_log)
         try:
             config = EngineConfig(**self.config.engine)
-            need_weights = config.weights != "dummy"
-            spec = find_model(model, self.config.spec, need_weights=need_weights, max_seq_len=config.max_seq_len)[1]
-            try:
-                check_tp(spec, config.tp)
-                check_k_segments(spec, config.tp, config.k_segments)
-            except ValueError as error:
-                raise InfeasibleError(error) from error
             return Engine.from_pretrained(
                 model, spec=self.config.spec, config=config, step_log=step_log, launch=launched.place()
             )
-        except InfeasibleError:
-            raise
+        except IndivisibleError as error:
+            raise InfeasibleError(with_key(error)) from error
         except (ValueError, OSError) as error:
-            raise UserError(error) from error
+            raise UserError(with_key(error)) from error
 
     def _take_over_results(self, engine: Engine) -> None:
         """Keep what is finished, unless this engine would continue it with other bits."""

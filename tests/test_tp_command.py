@@ -18,7 +18,7 @@ from tp_tools import QWEN3, is_there, pids, save_model
 
 from paged import Engine, engine_ranks
 from paged.app import main
-from paged.runner import ranks
+from paged.runner import launched, ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = ("device=cpu", "dtype=float32", "workload.num_prompts=3", "sampling.n=1", "sampling.temperature=0")
@@ -85,6 +85,26 @@ def test_ranks_that_torchrun_has_started_are_joined(single: Path, tmp_path: Path
     out, err = run(tmp_path / "refused", "tp=1", *SHORT, launcher=launcher, code=1)
     assert err.count("paged: tp must be 2, the number of processes started together, not 1") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE in the environment must be a whole number, at least 2, not 'x'"),
+        ({"RANK": "2"}, "RANK in the environment must be a whole number, 0 to 1, not '2'"),
+        ({"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE in the environment must be a whole number, 1 to 2, not '-1'"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_one_sentence(
+    changed: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sane = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**sane, **changed}.items():
+        monkeypatch.setenv(name, value)
+    launched.place.cache_clear()
+    assert main(["run"]) == 2
+    launched.place.cache_clear()
+    assert capsys.readouterr().err == f"paged: {said}\n"
 
 
 def test_a_sweep_over_numbers_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
