@@ -78,6 +78,8 @@ class Engine:
     With several ranks this process is rank 0. What a step brought is handed out once all ranks agree on it, which is
     with the next step: ``step`` returns it a call later than with one rank, and decides the same. If a rank is lost,
     whatever was called raises ``TPError``, and the engine can't go on; ``abort`` still returns what all had agreed on.
+    Time in which this process is stopped (Ctrl-Z) does not count towards ``tp_timeout_s``, but for an exchange that is
+    going on where the processes were started from outside.
 
     Args:
         executor: computes plans.
@@ -312,7 +314,8 @@ class Engine:
     def _is_taken(self, request_id: str) -> bool:
         if request_id in self._undelivered or self.scheduler.is_live(request_id):
             return True
-        return request_id in self._unagreed_ids()
+        ends = (end.request for brought in self._unagreed for end in brought.finished)
+        return any(request.id == request_id and self._is_current(request) for request in ends)
 
     def _unagreed_ids(self) -> Iterator[str]:
         """The requests that there will be updates for once the other ranks agree."""
@@ -493,8 +496,8 @@ class Engine:
         """Fill the pipeline, wait for its oldest step and take its result in; nothing happens if there is none.
 
         New updates are in ``_undelivered`` afterwards. Books change under a ``DeferredInterrupt``, so that a Ctrl-C
-        falls between steps or into the executor's work, which is then abandoned. With other ranks it always falls
-        between steps: they can't be left alone in the middle of one.
+        falls between steps or into the executor's work, which is then abandoned. With other ranks it falls between
+        steps: they can't be left alone in the middle of one. A second one in the same step ends them at once.
         """
         scheduler = self.scheduler
         with DeferredInterrupt() if self._leader is not None else nullcontext():
