@@ -31,6 +31,7 @@ class RankGroup:
     Attributes:
         num_collectives: collectives issued so far.
         num_bytes: bytes that this rank has contributed to them.
+        is_exchanging: whether a gather is going on; another thread may look.
 
     Raises:
         ValueError: ranks that can't be.
@@ -46,6 +47,7 @@ class RankGroup:
         self.process_group = process_group
         self.num_collectives = 0
         self.num_bytes = 0
+        self.is_exchanging = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, formed in the dtype of ``x``.
@@ -73,18 +75,6 @@ class RankGroup:
             return x
         return torch.cat(self._gather(self._take(x)).unbind(0), dim=dim)
 
-    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Rank ``src``'s ``x`` on every rank; the others give a tensor of its shape and dtype, which is not changed.
-
-        Raises:
-            ValueError: ``x`` requires grad.
-        """
-        if self.size == 1:
-            return x
-        received = self._take(x).clone()
-        dist.broadcast(received, group=self.process_group, group_src=src)
-        return received
-
     def _take(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:
             raise ValueError("a tensor that requires grad can't be exchanged: tensor parallelism is for inference only")
@@ -97,7 +87,11 @@ class RankGroup:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
             wire = gathered.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)
-            _all_gather_single(*wire, group=self.process_group)
+            self.is_exchanging = True
+            try:
+                _all_gather_single(*wire, group=self.process_group)
+            finally:
+                self.is_exchanging = False
         return gathered
 
 

@@ -49,19 +49,17 @@ class Numerics:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"numerics.mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(
-                f"numerics.reduce_dtype must be one of {', '.join(REDUCE_DTYPES)}, not {self.reduce_dtype!r}"
-            )
+            raise ValueError(f"reduce_dtype must be one of {', '.join(REDUCE_DTYPES)}, not {self.reduce_dtype!r}")
         for name in ("gemm_rows", "bmm_items", "kv_tile", "kv_split", "k_segments", "gemm_columns", "head_rows"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"numerics.{name} must be a whole number, at least 1, not {value!r}")
+                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
         if self.kv_split % self.kv_tile:
-            raise ValueError(f"numerics.kv_split must be a multiple of kv_tile {self.kv_tile}, not {self.kv_split}")
+            raise ValueError(f"kv_split must be a multiple of kv_tile {self.kv_tile}, not {self.kv_split}")
         if self.k_segments & (self.k_segments - 1):
-            raise ValueError(f"numerics.k_segments must be a power of two, not {self.k_segments}")
+            raise ValueError(f"k_segments must be a power of two, not {self.k_segments}")
 
     @property
     def is_invariant(self) -> bool:

@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         return _complain(f"there is no command {word!r}; {hint}")
 
-    launch = launched.place() if word == "run" else None
+    try:
+        launch = launched.place() if word == "run" else None
+    except ValueError as error:
+        return _complain(error)
     if launch is not None and launch.rank > 0:
         from paged.follower import follow_launch
 

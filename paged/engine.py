@@ -7,8 +7,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,21 @@ class _Sample:
     is_stopped_by_token: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """What a step brought, or the end of requests: who got a token of the payload, and who has finished."""
+
+    payload: StepPayload | None
+    accepted: Sequence[Request | None]
+    finished: Sequence[Finished]
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        """Those that there will be an update for."""
+        yield from (request for request in self.accepted if request is not None)
+        yield from (end.request for end in self.finished)
+
+
 class Engine:
     """Continuous batching over a paged cache, on one device or cut over several ranks.
 
@@ -62,7 +77,9 @@ class Engine:
 
     With several ranks this process is rank 0. What a step brought is handed out once all ranks agree on it, which is
     with the next step: ``step`` returns it a call later than with one rank, and decides the same. If a rank is lost,
-    whatever was called raises ``TPError``, and the engine can't go on.
+    whatever was called raises ``TPError``, and the engine can't go on; ``abort`` still returns what all had agreed on.
+    Time in which this process is stopped (Ctrl-Z) does not count towards ``tp_timeout_s``, but for an exchange that is
+    going on where the processes were started from outside.
 
     Args:
         executor: computes plans.
@@ -102,8 +119,9 @@ class Engine:
         self._num_made_ids = 0
         self._held: StepResult | None = None
         self._undelivered: dict[str, list[SampleUpdate]] = {}
-        # What other ranks have not agreed to yet.
-        self._unagreed: dict[str, list[SampleUpdate]] = {}
+        # What other ranks have not agreed to yet, in order, and the ends that they never will agree to.
+        self._unagreed: list[_Brought] = []
+        self._undone: list[Finished] = []
         self._streamed: set[str] = set()
         self.startup_s = 0.0
         if step_log is not None:
@@ -133,6 +151,7 @@ class Engine:
 
         Raises:
             ValueError: one sentence naming the field or file that does not suit.
+            OSError: the step log can't be written.
             TPError: a rank was lost while the engine was built.
         """
         started = time.perf_counter()
@@ -147,21 +166,25 @@ class Engine:
         leader: Leader | None = None
         if launch is not None and launch.size != config.tp:
             raise ValueError(f"tp must be {launch.size}, the number of processes started together, not {config.tp}")
-        if config.tp > 1:
-            parts, leader = build_with_ranks(blueprint, device, launch)
-        else:
-            parts = build_parts(blueprint, device)
-            warm_up(parts)
-        engine = cls(
-            parts.runner,
-            parts.scheduler,
-            parts.tokenizer,
-            seed=config.seed,
-            numerics_id=parts.numerics_id,
-            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            step_log=StepLog(step_log) if step_log is not None else None,
-            leader=leader,
-        )
+        with ExitStack() as undoing:
+            log = undoing.enter_context(StepLog(step_log)) if step_log is not None else None
+            if config.tp > 1:
+                parts, leader = build_with_ranks(blueprint, device, launch)
+                undoing.callback(leader.close)
+            else:
+                parts = build_parts(blueprint, device)
+                warm_up(parts)
+            engine = cls(
+                parts.runner,
+                parts.scheduler,
+                parts.tokenizer,
+                seed=config.seed,
+                numerics_id=parts.numerics_id,
+                device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                step_log=log,
+                leader=leader,
+            )
+            undoing.pop_all()
         engine.startup_s = time.perf_counter() - started
         return engine
 
@@ -170,7 +193,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to deliver, surplus steps in flight included."""
-        kept = itertools.chain(self._undelivered, self._unagreed)
+        kept = itertools.chain(self._undelivered, self._unagreed_ids())
         waiting = any(request_id not in self._streamed for request_id in kept)
         return self.scheduler.has_unfinished or self.scheduler.num_in_flight > 0 or waiting
 
@@ -210,7 +233,10 @@ class Engine:
 
         Raises:
             ValueError: the request is refused; the engine and its other requests are as before.
+            TPError: the other ranks have ended; nothing is queued.
         """
+        if self._leader is not None:
+            self._leader.check()
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
@@ -259,11 +285,17 @@ class Engine:
     def abort(self, request_id: str) -> list[CompletionOutput]:
         """End a request now; what its live samples have so far is returned. An unknown id gives an empty list.
 
-        Updates of these samples that ``step`` has not delivered yet are dropped: the outputs returned hold them.
+        Updates of these samples that ``step`` has not delivered yet are dropped: the outputs returned hold them. Once a
+        rank is lost they hold what all ranks had agreed on.
+
+        Raises:
+            TPError: another rank is lost, failed or disagrees, and that was not known before.
         """
         with DeferredInterrupt():
             self._agree()
-            outputs = self._end(request_id, None, FinishReason.ABORT)
+            undone = [replace(end, reason=FinishReason.ABORT) for end in self._undone if end.request.id == request_id]
+            self._undone = [end for end in self._undone if end.request.id != request_id]
+            outputs = [self._output(end) for end in (*undone, *self._end(request_id, None, FinishReason.ABORT))]
             ended = {output.sample for output in outputs}
             rest = [update for update in self._undelivered.pop(request_id, []) if update.sample not in ended]
             if rest:
@@ -276,12 +308,36 @@ class Engine:
             for request_id in request_ids:
                 self._end(request_id, None, FinishReason.ABORT)
                 self._undelivered.pop(request_id, None)
-                self._unagreed.pop(request_id, None)
                 self._streamed.discard(request_id)
+                self._undone = [end for end in self._undone if end.request.id != request_id]
+            for key in [key for key in self._samples if key[0] in request_ids]:
+                del self._samples[key]
 
     def _is_taken(self, request_id: str) -> bool:
-        kept = request_id in self._undelivered or request_id in self._unagreed
-        return kept or self.scheduler.is_live(request_id)
+        if request_id in self._undelivered or self.scheduler.is_live(request_id):
+            return True
+        ends = (end.request for brought in self._unagreed for end in brought.finished)
+        return any(request.id == request_id and self._is_current(request) for request in ends)
+
+    def _unagreed_ids(self) -> Iterator[str]:
+        """The requests that there will be updates for once the other ranks agree."""
+        for brought in self._unagreed:
+            yield from (request.id for request in brought.requests if self._is_current(request))
+
+    def _is_current(self, request: Request) -> bool:
+        """Whether the sample is there. One that was forgotten may have left its id to another."""
+        sample = self._samples.get(request.key)
+        return sample is not None and sample.request is request
+
+    def settle(self) -> list[SampleUpdate]:
+        """What has come so far and was not delivered, without a step; before the caller ends what is unfinished.
+
+        Raises:
+            TPError: as for ``step``.
+        """
+        with DeferredInterrupt():
+            self._agree()
+        return self._take_undelivered()
 
     # The loop
 
@@ -423,7 +479,7 @@ class Engine:
         }
 
     def peak_bytes_by_rank(self) -> list[int]:
-        """Peak memory of each rank's card; 0 on the CPU. Asks the other ranks, so it may raise ``TPError``."""
+        """Peak memory of each rank's card; 0 on the CPU. Asks the other ranks: raises ``TPError`` if one is lost."""
         own = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         return [own] if self._leader is None else [own, *self._leader.peak_bytes()]
 
@@ -431,6 +487,7 @@ class Engine:
         """Close the step log and end the other ranks. The engine must not be used afterwards."""
         if self._leader is not None:
             self._leader.close()
+            self._undo()
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -441,8 +498,8 @@ class Engine:
         """Fill the pipeline, wait for its oldest step and take its result in; nothing happens if there is none.
 
         New updates are in ``_undelivered`` afterwards. Books change under a ``DeferredInterrupt``, so that a Ctrl-C
-        falls between steps or into the executor's work, which is then abandoned. With other ranks it always falls
-        between steps: they can't be left alone in the middle of one.
+        falls between steps or into the executor's work, which is then abandoned. With other ranks it falls between
+        steps: they can't be left alone in the middle of one. A second one in the same step ends them at once.
         """
         scheduler = self.scheduler
         with DeferredInterrupt() if self._leader is not None else nullcontext():
@@ -474,15 +531,22 @@ class Engine:
 
     def _agree(self) -> None:
         """Make sure that the other ranks agree to all that was committed, so that it can be handed out."""
-        if self._leader is not None and self._unagreed:
+        if self._unagreed and self._leader is not None:
             with self._abandoning():
                 self._leader.agree()
             self._release()
 
     def _release(self) -> None:
-        """Hand on what the other ranks have agreed to."""
-        for request_id, updates in self._unagreed.items():
-            self._undelivered.setdefault(request_id, []).extend(updates)
+        """Take in what the other ranks have agreed to."""
+        agreed, self._unagreed = self._unagreed, []
+        for brought in agreed:
+            self._take_in(brought)
+        if self._log is not None:
+            self._log.release()
+
+    def _undo(self) -> None:
+        """Drop what the other ranks will never agree to."""
+        self._undone += [end for brought in self._unagreed for end in brought.finished]
         self._unagreed.clear()
 
     @contextmanager
@@ -501,9 +565,13 @@ class Engine:
                 self.executor.abandon()
                 self.scheduler.abandon()
                 if self._log is not None:
+                    self._log.drop()
                     self._log.abandon()
-            if self._leader is not None and (failure := self._leader.fail(error)) is not error:
-                raise failure from error
+            if self._leader is not None:
+                failure = self._leader.fail(error)
+                self._undo()
+                if failure is not error:
+                    raise failure from error
             raise
 
     def _plan(self) -> StepPlan | None:
@@ -521,11 +589,10 @@ class Engine:
         commit = self.scheduler.commit(result)
         self._held = None
         if self._log is not None:
-            self._log.commit(result)
+            self._log.commit(result, is_agreed=self._leader is None or not self._leader.is_verifying)
         if self._leader is not None:
             self._leader.commit(result)
-        for update in self._take_in(result.payload, commit.accepted, commit.finished):
-            self._keep(update)
+        self._keep(_Brought(result.payload, commit.accepted, commit.finished))
 
     def _advance_past_errors(self) -> None:
         """``_advance`` that ends requests whose logits hold a NaN; the next call goes on with the others."""
@@ -534,13 +601,15 @@ class Engine:
         except NonFiniteLogitsError as error:
             with DeferredInterrupt():
                 for request in error.requests:
-                    for output in self._end(request.id, request.sample, FinishReason.ERROR):
-                        self._keep(SampleUpdate(output.request_id, output.sample, [], [], output=output))
+                    ended = self._end(request.id, request.sample, FinishReason.ERROR)
+                    self._keep(_Brought(None, (), ended))
 
-    def _keep(self, update: SampleUpdate) -> None:
-        """Hold an update until somebody asks for it, and until the other ranks agree to it."""
-        is_agreed = self._leader is None or not self._leader.is_verifying
-        (self._undelivered if is_agreed else self._unagreed).setdefault(update.request_id, []).append(update)
+    def _keep(self, brought: _Brought) -> None:
+        """Take in what came, at once or as soon as the other ranks agree to it."""
+        if self._leader is None or not self._leader.is_verifying:
+            self._take_in(brought)
+        else:
+            self._unagreed.append(brought)
 
     def _next_updates(self, advance: Callable[[], None]) -> list[SampleUpdate]:
         """Updates that wait to be delivered, or else what one more step brings."""
@@ -562,18 +631,38 @@ class Engine:
         ids = [request_id for request_id in self._undelivered if request_id not in self._streamed]
         return [update for request_id in ids for update in self._undelivered.pop(request_id)]
 
-    def _take_in(
-        self, payload: StepPayload, accepted: Sequence[Request | None], finished: Sequence[Finished]
-    ) -> list[SampleUpdate]:
-        for scored, first, scores in payload.scores:
-            # An aborted request may have left its id to another one.
-            if (sample := self._samples.get(scored.key)) is not None and sample.request is scored:
-                sample.prompt_logprobs.update(enumerate(scores, first))
+    def _take_in(self, brought: _Brought) -> None:
+        """Add to the samples what came, and hold the updates until somebody asks for them."""
         updates: dict[tuple[str, int], SampleUpdate] = {}
+        if brought.payload is not None:
+            self._take_in_tokens(brought.payload, brought.accepted, updates)
+        for end in brought.finished:
+            request = end.request
+            if not self._is_current(request):
+                continue
+            update = updates.setdefault(request.key, SampleUpdate(request.id, request.sample, [], []))
+            stream = self._samples[request.key].stream
+            update.output = self._output(end)
+            if stream is not None and brought.payload is not None:
+                update.text += update.output.text[stream.num_released :]
+        for update in updates.values():
+            self._undelivered.setdefault(update.request_id, []).append(update)
+
+    def _take_in_tokens(
+        self,
+        payload: StepPayload,
+        accepted: Sequence[Request | None],
+        updates: dict[tuple[str, int], SampleUpdate],
+    ) -> None:
+        for scored, first, scores in payload.scores:
+            if self._is_current(scored):
+                self._samples[scored.key].prompt_logprobs.update(enumerate(scores, first))
         for row, request in enumerate(accepted):
             if request is None:
                 continue
-            sample = self._samples[request.key]
+            sample = self._samples.get(request.key)
+            if sample is None or sample.request is not request:
+                continue
             token, logprob = payload.tokens[row], payload.logprobs[row]
             sample.token_ids.append(token)
             sample.logprobs.append(logprob)
@@ -586,15 +675,8 @@ class Engine:
             if sample.stream is not None and not sample.is_stopped_by_token:
                 sample.stream.push(token)
                 update.text = sample.stream.release()
-        for end in finished:
-            update = updates[end.request.key]
-            sample = self._samples[end.request.key]
-            update.output = self._output(end)
-            if sample.stream is not None:
-                update.text += update.output.text[sample.stream.num_released :]
-        return list(updates.values())
 
-    def _end(self, request_id: str, index: int | None, reason: FinishReason) -> list[CompletionOutput]:
+    def _end(self, request_id: str, index: int | None, reason: FinishReason) -> list[Finished]:
         """End samples from outside; the plan in flight drops their rows."""
         with DeferredInterrupt():
             ended = self.scheduler.abort(request_id, index, reason)
@@ -602,7 +684,7 @@ class Engine:
                 self._log.abort(request_id, index, reason.value)
             if ended and self._leader is not None:
                 self._leader.abort(request_id, index, reason)
-            return [self._output(end) for end in ended]
+            return ended
 
     def _output(self, end: Finished) -> CompletionOutput:
         """The finished sample's record; forgets the sample."""

@@ -13,7 +13,7 @@ from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Policy, num_blocks_for
 from paged.core.scheduler import SchedulerConfig
 from paged.core.sharding import num_parameters_per_rank
-from paged.kernels.numerics import MODES, REDUCE_DTYPES, Numerics
+from paged.kernels.numerics import MODES, Numerics
 from paged.model.decoder import TORCH_DTYPES
 
 KV_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -85,7 +85,6 @@ class EngineConfig:
         _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("weights", self.weights, ("auto", "dummy"))
-        _check_choice("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         _check_choice("verify", self.verify, (True, False))
         if isinstance(self.tp, bool) or not isinstance(self.tp, int) or self.tp < 1:
             raise ValueError(f"tp must be a whole number, at least 1, not {self.tp!r}")

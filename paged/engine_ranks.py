@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Final
 
 import torch
 
 from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
 from paged.runner.consensus import Leader
 from paged.runner.launched import Launch
-from paged.runner.ranks import Ranks, make_group, serve_store
-
-# A process may take so long to start and to import what it needs, whatever the limit for those that serve.
-START_S: Final = 60.0
+from paged.runner.ranks import START_S, Ranks, make_group, serve_store
 
 
 def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch | None) -> tuple[Parts, Leader]:
@@ -34,8 +30,8 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
     ranks = Ranks.start(size) if launch is None else launch.gather(max(limit_s, START_S))
     leader: Leader | None = None
     try:
-        ranks.hear(max(limit_s, START_S))
-        store = serve_store(ranks.host, limit_s)
+        ranks.hosts = ranks.hear(max(limit_s, START_S))
+        store = serve_store(ranks.host, START_S)
         num_threads = _num_threads(size if launch is None else launch.num_local)
         for rank, link in enumerate(ranks.links, 1):
             assignment = Assignment(
@@ -48,7 +44,8 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
                 num_threads=num_threads,
             )
             link.send(assignment, limit_s)
-        group = make_group(0, size, store, devices[0], ranks.host, limit_s)
+        # Stopped processes of another launcher's can't be ended, so that the exchange itself needs the limit.
+        group = make_group(0, size, store, devices[0], ranks.host, None if launch is None else limit_s)
         leader = Leader(ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads)
         parts = build_parts(blueprint, devices[0], group, leader.least)
         leader.runner = parts.runner

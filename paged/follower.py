@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import socket
 import sys
@@ -69,17 +70,18 @@ def _serve(link: Link) -> None:
 
         from paged.engine_parts import build_parts, warm_up
         from paged.runner.consensus import Follower
-        from paged.runner.ranks import make_group, reach_store
+        from paged.runner.ranks import START_S, make_group, reach_store
 
-        link.send("here")
+        link.send(platform.node())
         assignment: Assignment = link.receive()
         torch.set_num_threads(assignment.num_threads)
         config = assignment.blueprint.config
         device = torch.device(assignment.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = reach_store(assignment.host, assignment.port, config.tp_timeout_s)
-        group = make_group(assignment.rank, assignment.size, store, device, assignment.host, config.tp_timeout_s)
+        store = reach_store(assignment.host, assignment.port, START_S)
+        # Rank 0 watches over exchanges; a limit here would count the time in which it is stopped.
+        group = make_group(assignment.rank, assignment.size, store, device, assignment.host, None)
 
         def least(num_blocks: int) -> int:
             link.send(num_blocks)

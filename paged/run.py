@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from yaml import YAMLError
 
-from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config
+from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
-from paged.core.sharding import check_k_segments, check_tp
+from paged.core.sharding import IndivisibleError
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
@@ -46,7 +46,7 @@ from paged.workload.job import SizedWorkload
 from paged.workload.prompts import PromptLine, PromptsWorkload, RefusedLine, read_prompts, write_prompts
 
 if TYPE_CHECKING:
-    from paged.engine import Engine
+    from paged.engine import Engine, SampleUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -218,11 +218,16 @@ class _Run:
                 logger.info("%d samples to come from %s, %s", num_samples, model, engine.numerics_id)
                 start_s = time.perf_counter()
                 num_tokens = self._sample(engine, results, interrupt)
+                # A step that was cut off here may have finished samples.
+                num_tokens += sum(self._take(results, update) for update in engine.settle())
                 elapsed_s = time.perf_counter() - start_s
                 interrupted = bool(self.unfinished)
                 if interrupted:
                     self._abort(engine, results)
-            peaks = engine.peak_bytes_by_rank()
+            peaks: list[int] = []
+            # All samples are there: a rank that is lost now takes nothing with it.
+            with suppress(TPError):
+                peaks = engine.peak_bytes_by_rank()
             summary = {
                 # Of this session, which is the whole run unless it was resumed; those of the whole folder follow.
                 **engine.metrics(),
@@ -265,20 +270,13 @@ class _Run:
         drop_torn_line(step_log)
         try:
             config = EngineConfig(**self.config.engine)
-            need_weights = config.weights != "dummy"
-            spec = find_model(model, self.config.spec, need_weights=need_weights, max_seq_len=config.max_seq_len)[1]
-            try:
-                check_tp(spec, config.tp)
-                check_k_segments(spec, config.tp, config.k_segments)
-            except ValueError as error:
-                raise InfeasibleError(error) from error
             return Engine.from_pretrained(
                 model, spec=self.config.spec, config=config, step_log=step_log, launch=launched.place()
             )
-        except InfeasibleError:
-            raise
+        except IndivisibleError as error:
+            raise InfeasibleError(with_key(error)) from error
         except (ValueError, OSError) as error:
-            raise UserError(error) from error
+            raise UserError(with_key(error)) from error
 
     def _take_over_results(self, engine: Engine) -> None:
         """Keep what is finished, unless this engine would continue it with other bits."""
@@ -352,15 +350,19 @@ class _Run:
                     continue
                 num_finished = 0
                 for update in engine.run_step():
-                    num_tokens += len(update.token_ids)
-                    if update.output is not None:
-                        num_finished += 1
-                        self._finish(results, update.output)
+                    num_tokens += self._take(results, update)
+                    num_finished += update.output is not None
                 rate = num_tokens / (time.perf_counter() - start_s)
                 state = f"{rate:,.0f} tokens/s, {engine.num_running} running, {engine.num_waiting} waiting"
                 bar.set_postfix_str(state, refresh=False)
                 bar.update(num_finished)
         return num_tokens
+
+    def _take(self, results: ResultsFile, update: SampleUpdate) -> int:
+        """Write what has finished; the number of new tokens."""
+        if update.output is not None:
+            self._finish(results, update.output)
+        return len(update.token_ids)
 
     def _finish(self, results: ResultsFile, output: Any) -> None:
         solved = None

@@ -20,11 +20,15 @@ class StepLog:
     slots released, preemptions; ``step`` is null if there was nothing to do), ``commit`` (tokens, stop flags, and times
     on the executor's clock), ``weights`` (their version changed), ``abandon``. The same calls on a fresh scheduler give
     the same plans.
+
+    A commit that other ranks have to agree to is held back, and all that follows it, until ``release``.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        # Names and lines that are held back.
+        self._held: list[tuple[str, str]] = []
 
     def config(self, limits: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
         """The limits and the policy (its name and fields) that the events after this one were decided under."""
@@ -67,10 +71,11 @@ class StepLog:
             preempted=plan.preempted,
         )
 
-    def commit(self, result: StepResult) -> None:
-        """A step done."""
+    def commit(self, result: StepResult, *, is_agreed: bool = True) -> None:
+        """A step done; held back with what follows unless ``is_agreed``."""
         self._write(
             "commit",
+            is_held=not is_agreed,
             step=result.step,
             tokens=result.tokens,
             stopped=result.stopped,
@@ -86,8 +91,19 @@ class StepLog:
         """All plans in flight dropped."""
         self._write("abandon")
 
+    def release(self) -> None:
+        """Write what was held back: all ranks agree to it."""
+        held, self._held = self._held, []
+        self._file.writelines(line for _, line in held)
+
+    def drop(self) -> None:
+        """Leave out the plans and commits that were held back, which the ranks never will agree to."""
+        self._held = [(name, line) for name, line in self._held if name not in ("plan", "commit")]
+        self.release()
+
     def close(self) -> None:
         """Close the file; nothing can be logged afterwards."""
+        self.drop()
         self._file.close()
 
     def __enter__(self) -> StepLog:
@@ -96,6 +112,10 @@ class StepLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, name: str, **facts: Any) -> None:
+    def _write(self, name: str, *, is_held: bool = False, **facts: Any) -> None:
         event = {"event": name, "time_s": round(time.perf_counter(), 6), **facts}
-        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+        line = json.dumps(event, separators=(",", ":")) + "\n"
+        if is_held or self._held:
+            self._held.append((name, line))
+        else:
+            self._file.write(line)

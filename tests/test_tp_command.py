@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from paged import Engine
+import tp_faults
+from paged import Engine, engine_ranks
 from paged.app import main
-from tp_tools import QWEN3, is_there, save_model
+from paged.runner import launched, ranks
+from tp_tools import QWEN3, is_there, pids, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = ("device=cpu", "dtype=float32", "workload.num_prompts=3", "sampling.n=1", "sampling.temperature=0")
@@ -83,6 +85,26 @@ def test_ranks_that_torchrun_has_started_are_joined(single: Path, tmp_path: Path
     out, err = run(tmp_path / "refused", "tp=1", *SHORT, launcher=launcher, code=1)
     assert err.count("paged: tp must be 2, the number of processes started together, not 1") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE in the environment must be a whole number, at least 2, not 'x'"),
+        ({"RANK": "2"}, "RANK in the environment must be a whole number, 0 to 1, not '2'"),
+        ({"LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE in the environment must be a whole number, 1 to 2, not '-1'"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_one_sentence(
+    changed: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sane = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**sane, **changed}.items():
+        monkeypatch.setenv(name, value)
+    launched.place.cache_clear()
+    assert main(["run"]) == 2
+    launched.place.cache_clear()
+    assert capsys.readouterr().err == f"paged: {said}\n"
 
 
 def test_a_sweep_over_numbers_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +182,117 @@ def test_a_lost_rank_ends_the_run_which_can_be_resumed(
     assert main(["run", f"resume={folder}"]) == 0
     assert tokens_of(folder) == tokens_of(whole)
     assert summary_of(folder)["interrupted"] is False
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("num_blocks must be smaller"), 2, "paged: num_blocks must be smaller"),
+        (KeyboardInterrupt(), 130, "paged: interrupted; what is finished is kept"),
+    ],
+    ids=["mistake", "Ctrl-C"],
+)
+def test_what_rank_0_meets_while_others_load_is_not_theirs(
+    error: BaseException,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(tp_faults.FAULT, "slow_to_load")
+    monkeypatch.setenv(tp_faults.MARKS, str(tmp_path))
+    monkeypatch.setattr(ranks, "FOLLOWER", "tp_faults")
+
+    def build(*args: Any) -> Any:
+        # A second without a message: signs of life have come.
+        time.sleep(1)
+        raise error
+
+    monkeypatch.setattr(engine_ranks, "build_parts", build)
+    assert main(["run", "tp=2", *SHORT, f"hydra.run.dir={tmp_path / 'run'}"]) == code
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "rank1").exists()
+
+
+def test_a_rank_that_is_lost_after_the_last_sample_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ask = Engine.peak_bytes_by_rank
+    killed: list[int] = []
+
+    def kill_and_ask(engine: Engine) -> list[int]:
+        killed.extend(pids(engine))
+        os.kill(killed[0], signal.SIGKILL)
+        return ask(engine)
+
+    monkeypatch.setattr(Engine, "peak_bytes_by_rank", kill_and_ask)
+    assert main(["run", "tp=2", *SHORT, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert len(killed) == 1
+    assert summary_of(tmp_path / "run")["interrupted"] is False
+    assert len(tokens_of(tmp_path / "run")) == 3
+
+
+def test_ctrl_c_in_the_step_that_finishes_a_sample_keeps_it(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step = Engine.run_step
+
+    def interrupted(engine: Engine) -> list[Any]:
+        updates = step(engine)
+        if engine.scheduler.counters.num_finished == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not any(update.output for update in updates), "the sample has been handed out already"
+        return updates
+
+    monkeypatch.setattr(Engine, "run_step", interrupted)
+    folder = tmp_path / "run"
+    assert main(["run", "tp=2", *SHORT, "max_num_seqs=1", f"hydra.run.dir={folder}"]) == 130
+    summary = summary_of(folder)
+    (key,) = tokens_of(folder)
+    assert tokens_of(folder)[key] == tokens_of(single)[key]
+    assert (summary["num_samples"], summary["output_tokens"]) == (1, len(tokens_of(single)[key]))
+    counted = summary["tokens_per_s_end_to_end"] * summary["elapsed_s"]
+    assert counted == pytest.approx(len(tokens_of(single)[key]))
+
+
+def test_time_in_which_rank_0_is_stopped_does_not_count(tmp_path: Path) -> None:
+    """Ctrl-Z for longer than tp_timeout_s, and fg."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ("tp=2", "tp_timeout_s=2", "device=cpu", "workload.num_prompts=40", f"hydra.run.dir={tmp_path / 'run'}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paged", "run", *options],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    steps = tmp_path / "run" / "steps.jsonl"
+
+    def wait_for(number: int) -> None:
+        deadline = time.monotonic() + 60
+        while not steps.is_file() or steps.read_text().count('"commit"') < number:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    try:
+        wait_for(3)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        before = steps.read_text().count('"commit"')
+        os.kill(process.pid, signal.SIGCONT)
+        wait_for(before + 5)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
 
 
 def test_ctrl_c_ends_all_ranks_after_a_step(tmp_path: Path) -> None:

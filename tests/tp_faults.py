@@ -153,6 +153,15 @@ def cannot_load(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(engine_parts, "load_decoder", load)
 
 
+def slow_to_load(patch: pytest.MonkeyPatch) -> None:
+    """Other ranks take their time to build their parts, and give signs of life."""
+    from paged import engine_parts
+
+    if __name__ == "__main__":
+        reach(1)
+        patch.setattr(engine_parts, "load_decoder", lambda *args, **options: time.sleep(60))
+
+
 def less_room(patch: pytest.MonkeyPatch) -> None:
     """Other ranks have room for 20 blocks only."""
     from paged import engine_parts

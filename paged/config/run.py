@@ -31,6 +31,9 @@ RESUMABLE_KEYS: Final = (
 )
 """What may change when a run is resumed: under `invariant` numerics none of these touches a token."""
 
+NUMERICS_FIELDS: Final = ("k_segments", "reduce_dtype")
+"""Fields of the engine whose keys are below `numerics`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class RunSchema(EngineSchema):
@@ -70,6 +73,12 @@ class RunConfig:
     workload: Workload
 
 
+def with_key(error: Exception) -> str:
+    """What the engine says of one of its fields, with the config's key for it."""
+    text = str(error)
+    return f"numerics.{text}" if text.startswith(NUMERICS_FIELDS) else text
+
+
 def run_config(cfg: DictConfig) -> RunConfig:
     """The frozen objects that a composed `run` config describes.
 
@@ -87,7 +96,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
         model = groups["model"]
         engine = {field.name: getattr(scalars, field.name) for field in fields(EngineSchema)}
         numerics = groups["numerics"]
-        engine |= {"numerics": numerics.name, "k_segments": numerics.k_segments, "reduce_dtype": numerics.reduce_dtype}
+        engine |= {"numerics": numerics.name, **{name: getattr(numerics, name) for name in NUMERICS_FIELDS}}
         engine |= {"policy": groups["policy"].build()}
         engine |= {"device": scalars.device.value, "weights": scalars.weights.value}
         spec = model.build(scalars.max_seq_len)

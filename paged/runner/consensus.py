@@ -7,10 +7,14 @@ which repeat it on schedulers of their own, and every rank states its plan and a
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import select
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +33,7 @@ from paged.runner.ranks import LAST_WORDS_S, Ranks, is_exchange_error
 from paged.runner.runner import TorchRunner
 from paged.runner.shared_weights import SharedWeights, shared_weights
 
-# How often rank 0 looks at the clock while cards compute.
+# How often rank 0 looks at the clock while ranks compute. Time in which it was stopped counts as one look.
 TICK_S: Final = 0.5
 
 
@@ -60,11 +64,13 @@ def note_commit(ledger: Ledger, result: StepResult) -> None:
     payload: StepPayload = result.payload
     tops = [payload.top_logprobs[row] for row in sorted(payload.top_logprobs)]
     scores = [score for _, _, found in payload.scores for score in found]
+    stops = sorted(payload.stops.items())
     ledger.note(
         "commit",
         (result.step,),
         result.tokens or (),
         [int(flag) for flag in result.stopped],
+        [f"{row} {stop.reason!r} {stop.is_token}" for row, stop in stops],
         result.nan_rows,
         payload.logprobs,
         payload.behavior_logprobs,
@@ -72,6 +78,7 @@ def note_commit(ledger: Ledger, result: StepResult) -> None:
         [logprob for _, values in tops for logprob in values],
         [score.token_id for score in scores],
         [score.logprob for score in scores],
+        [token for score in scores for token in score.top[0]],
         [logprob for score in scores for logprob in score.top[1]],
     )
 
@@ -88,7 +95,7 @@ class Leader:
         group: what carries their tensors.
         device: this rank's.
         is_verifying: whether statements are compared.
-        limit_s: seconds within which a rank must answer, and a step on cards be computed.
+        limit_s: seconds within which a rank must answer, a step on cards be computed, and an exchange on the CPU end.
         num_threads: of torch in this process until the ranks end, as in theirs.
 
     Attributes:
@@ -116,14 +123,10 @@ class Leader:
         self._limit_s = limit_s
         self._ledger = Ledger()
         self._record: list[tuple[Any, ...]] = []
-        self._watch: _Watch | None = None
-        if device.type == "cuda":
-            assert group.process_group is not None, "several ranks have a group"
-            self._watch = _Watch(ranks.links, group.process_group.abort, limit_s)
+        self._watch = _Watch(ranks, group, device, limit_s)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Samples of one request were queued; raises ``TPError`` if the ranks have ended."""
-        self.check()
+        """Samples of one request were queued."""
         self._record.append(("add", list(requests)))
 
     def abort(self, request_id: str, sample: int | None, reason: FinishReason) -> None:
@@ -172,6 +175,13 @@ class Leader:
             ValueError: the weights are not the model's, or a rank can't read them; all ranks go on with the old ones.
             TPError: as for ``plan``.
         """
+        if not isinstance(weights, Path):
+            for rank, host in enumerate(self.ranks.hosts, 1):
+                if host != platform.node():
+                    raise ValueError(
+                        f"weights must be a checkpoint folder, not a state dict: rank {rank} is on another machine, "
+                        f"{host}"
+                    )
         try:
             refusal = self._load_weights(weights)
         except BaseException as error:
@@ -195,7 +205,9 @@ class Leader:
             self._send(is_verified=False)
             refusal: Exception | None = None
             try:
-                self.runner.load_weights(weights)
+                # However long a checkpoint takes to read.
+                with self._watch.watching(is_limited=False):
+                    self.runner.load_weights(weights)
             except Exception as error:
                 if is_exchange_error(error):
                     raise
@@ -215,8 +227,8 @@ class Leader:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Around what all ranks compute together, so that on cards, too, a rank that is gone does not hang the rest."""
-        with contextlib.nullcontext() if self._watch is None else self._watch.watching():
+        """Around what all ranks compute together, so that a rank that is lost does not hang the rest."""
+        with self._watch.watching(is_limited=True):
             yield
 
     def check(self) -> None:
@@ -242,12 +254,16 @@ class Leader:
 
     def _end(self, failure: TPError, grace_s: float = 0.0) -> None:
         self.failure = failure
-        if self._watch is not None:
-            self._watch.stop()
+        self._watch.stop()
         self.ranks.end(grace_s)
         torch.set_num_threads(self._num_threads_before)
 
     def _exchange(self, plan: StepPlan | None) -> None:
+        # Links have limits of their own.
+        with self._watch.watching(is_limited=False):
+            self._compare(plan)
+
+    def _compare(self, plan: StepPlan | None) -> None:
         self._send(is_verified=self.is_verifying)
         if not self.is_verifying:
             return
@@ -265,50 +281,112 @@ class Leader:
 
 
 class _Watch:
-    """A thread that sees to it that a step on cards comes to an end: their kernels wait for each other for ever.
+    """A thread that sees to it that what ranks compute together comes to an end, also if one of them is lost.
+
+    On cards kernels wait for each other for ever; on the CPU an exchange has no limit of its own, because time in which
+    rank 0 is stopped (Ctrl-Z) must not count. Whoever waits there hears no Ctrl-C, so the thread hears the second one.
 
     Args:
-        links: to the other ranks.
-        abort: ends whatever the group is exchanging.
-        limit_s: seconds that a step may take.
+        ranks: the other ranks.
+        group: what carries their tensors.
+        device: this rank's.
+        limit_s: seconds that a step on cards, or an exchange on the CPU, may take.
     """
 
-    def __init__(self, links: Sequence[Link], abort: Callable[[], None], limit_s: float) -> None:
-        self._poll = select.poll()
-        for link in links:
-            self._poll.register(link.fileno(), select.POLLRDHUP)
-        self._abort = abort
+    def __init__(self, ranks: Ranks, group: RankGroup, device: torch.device, limit_s: float) -> None:
+        assert group.process_group is not None, "several ranks have a group"
+        self._ranks = ranks
+        self._group = group
+        self._is_on_card = device.type == "cuda"
+        self._abort = group.process_group.abort if self._is_on_card else ranks.kill
         self._limit_s = limit_s
-        self._since_s: float | None = None
+        self._num_entered = 0
+        self._is_entered = self._is_limited = False
         self._is_stopped = False
-        self._reason: str | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        self._reason: BaseException | None = None
+        self._num_interrupts = 0
+        self._previous_fd = -1
+        self._signals, self._to_signals = socket.socketpair()
+        self._signals.setblocking(False)
+        self._to_signals.setblocking(False)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """While entered, the step must end; a ``RuntimeError`` says that it was ended by force."""
-        self._since_s = time.monotonic()
+    def watching(self, *, is_limited: bool) -> Iterator[None]:
+        """While entered, no rank may be gone, and a step must end if ``is_limited``; else it is ended by force.
+
+        Raises:
+            TPError: that took longer than the limit.
+            RuntimeError: a rank is gone.
+            KeyboardInterrupt: a second Ctrl-C came.
+        """
+        hears = threading.current_thread() is threading.main_thread()
+        if hears:
+            self._previous_fd = signal.set_wakeup_fd(self._to_signals.fileno(), warn_on_full_buffer=False)
+        self._num_interrupts = 0
+        self._num_entered += 1
+        self._is_limited = is_limited
+        self._is_entered = True
         try:
             yield
         finally:
-            self._since_s = None
+            self._is_entered = False
+            if hears:
+                signal.set_wakeup_fd(self._previous_fd)
             if self._reason is not None:
-                raise RuntimeError(self._reason)
+                raise self._reason
 
     def stop(self) -> None:
         """Watch no more."""
         self._is_stopped = True
+        self._to_signals.send(b"\0")
+        # A finalizer may run in any thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._signals.close()
+        self._to_signals.close()
 
     def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._signals, select.POLLIN)
+        links = {link.fileno() for link in self._ranks.links} if self._is_on_card else set()
+        for number in links:
+            poll.register(number, select.POLLRDHUP)
+        waited_s = 0.0
+        waits_for: tuple[int, int] | None = None
         while not self._is_stopped:
-            gone = self._poll.poll(TICK_S * 1000)
-            since_s = self._since_s
-            if since_s is not None and (gone or time.monotonic() - since_s > self._limit_s):
-                self._reason = f"NCCL was stopped: {'a rank is gone' if gone else f'a step took {self._limit_s:g} s'}"
+            start_s = time.monotonic()
+            found = {number for number, _ in poll.poll(TICK_S * 1000)}
+            self._hear()
+            is_same = waits_for is not None and waits_for == self._waits_for()
+            waited_s = waited_s + min(time.monotonic() - start_s, TICK_S) if is_same else 0.0
+            waits_for = self._waits_for()
+            is_gone = not found.isdisjoint(links)
+            if self._is_entered and (self._num_interrupts > 1 or is_gone or waited_s > self._limit_s):
+                if self._num_interrupts > 1:
+                    self._reason = KeyboardInterrupt()
+                else:
+                    gone = RuntimeError("NCCL was stopped: a rank is gone")
+                    self._reason = gone if is_gone else self._ranks.silence(self._limit_s)
                 self._abort()
                 return
-            if gone:
+            if is_gone:
                 time.sleep(TICK_S)
+
+    def _waits_for(self) -> tuple[int, int] | None:
+        """What a limit holds for now: the step, on the CPU the exchange."""
+        if not (self._is_entered and self._is_limited and (self._is_on_card or self._group.is_exchanging)):
+            return None
+        return self._num_entered, 0 if self._is_on_card else self._group.num_collectives
+
+    def _hear(self) -> None:
+        """Take note of signals, and hand them on to whoever else wants to know of them."""
+        with contextlib.suppress(BlockingIOError):
+            numbers = self._signals.recv(64)
+            self._num_interrupts += sum(number in (signal.SIGINT, signal.SIGTERM) for number in numbers)
+            if self._previous_fd >= 0:
+                os.write(self._previous_fd, numbers)
 
 
 class Follower:
@@ -340,8 +418,9 @@ class Follower:
                 getattr(self, name)(*arguments)
             if orders.is_verified:
                 said: Statement = statement_of(self._plan, self._ledger.digest)
-                self._link.send(said, self._limit_s)
-                verdict: Verdict = self._link.receive(self._limit_s)
+                self._link.send(said)
+                # Rank 0 may be stopped: its end is noticed, and there is no limit.
+                verdict: Verdict = self._link.receive()
                 if verdict.difference is not None:
                     raise TPDesyncError(verdict.difference)
             if self._plan is not None:
@@ -386,11 +465,11 @@ class Follower:
                 answer = Failure.of(error)
         if answer is None:
             self._scheduler.change_weights()
-        self._link.send(answer, self._limit_s)
+        self._link.send(answer)
 
     def report(self) -> None:
         """Say the peak memory of this rank's device."""
-        self._link.send(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, self._limit_s)
+        self._link.send(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
 
     def leave(self) -> None:
         """End after these orders."""

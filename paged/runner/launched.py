@@ -86,9 +86,22 @@ class Launch:
 
 @cache
 def place() -> Launch | None:
-    """This process's place as the environment tells it, where torchrun leaves it; None if it stands alone."""
+    """This process's place as the environment tells it, where torchrun leaves it; None if it stands alone.
+
+    Raises:
+        ValueError: a variable is not a number that can be.
+    """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if not all(os.environ.get(name) for name in names) or os.environ["WORLD_SIZE"] == "1":
         return None
-    size = int(os.environ["WORLD_SIZE"])
-    return Launch(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    size = _number("WORLD_SIZE", 2)
+    num_local = _number("LOCAL_WORLD_SIZE", 1, size) if "LOCAL_WORLD_SIZE" in os.environ else size
+    return Launch(_number("RANK", 0, size - 1), size, num_local)
+
+
+def _number(name: str, least: int, most: int | None = None) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        allowed = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} in the environment must be a whole number, {allowed}, not {text!r}")
+    return int(text)

@@ -134,9 +134,13 @@ class Link:
 
     def close(self) -> None:
         """Close this end; the other one learns it at once, and so does a thread in ``wait_for_end``."""
+        self.shut()
+        self._socket.close()
+
+    def shut(self) -> None:
+        """Say and hear nothing more; any thread may call it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def __enter__(self) -> Link:
         return self

@@ -28,6 +28,15 @@ FOLLOWER: Final = "paged.follower"
 
 LOOPBACK: Final = "127.0.0.1"
 
+# A process may take so long to start, to import what it needs and to meet the others, whatever the limit afterwards.
+START_S: Final = 60.0
+
+# For exchanges that others watch over.
+_FOREVER: Final = timedelta(days=1000)
+
+# A rank that joins says who it is within this time of its call.
+TOKEN_S: Final = 2.0
+
 # How long rank 0 listens for what the others have to say once something went wrong, and for their end.
 LAST_WORDS_S: Final = 2.0
 
@@ -60,12 +69,14 @@ class Ranks:
     Attributes:
         size: number of ranks, this one included.
         host: this machine's address for the others.
+        hosts: names of the machines of ranks 1, 2, ..., once they have said them.
     """
 
     def __init__(self, peers: Sequence[_Peer], host: str = LOOPBACK) -> None:
         self._peers = list(peers)
         self.size = len(self._peers) + 1
         self.host = host
+        self.hosts: list[str] = []
 
     @classmethod
     def start(cls, size: int) -> Ranks:
@@ -109,14 +120,15 @@ class Ranks:
                 server.settimeout(max(0.01, until_s - time.monotonic()))
                 try:
                     link = Link(server.accept()[0])
-                    # A stranger may knock: nothing of it is unpickled.
-                    if link.receive_raw(len(token), limit_s) != token:
-                        link.close()
-                        continue
-                    links[int.from_bytes(link.receive_raw(RANK_BYTES, limit_s), "little")] = link
-                except (TimeoutError, LinkClosedError) as error:
+                except TimeoutError as error:
                     missing = [rank for rank in range(1, size) if rank not in links]
                     raise TPError(f"rank {missing[0]} did not join within {limit_s:g} s") from error
+                # A stranger may knock: nothing of it is unpickled, and it says nothing that is waited for long.
+                with contextlib.suppress(TimeoutError, LinkClosedError):
+                    if link.receive_raw(len(token), TOKEN_S) == token:
+                        links[int.from_bytes(link.receive_raw(RANK_BYTES, TOKEN_S), "little")] = link
+                        continue
+                link.close()
         return cls([_Peer(links[rank]) for rank in range(1, size)], host)
 
     @property
@@ -142,7 +154,7 @@ class Ranks:
             except LinkClosedError as error:
                 raise self._loss(rank) from error
             except TimeoutError as error:
-                raise _silence(rank, limit_s) from error
+                raise _silence([rank], limit_s) from error
 
     def hear(self, limit_s: float) -> list[Any]:
         """The next message of every other rank, in order.
@@ -158,20 +170,20 @@ class Ranks:
         return [self._listen(rank, limit_s) for rank in range(1, self.size)]
 
     def _hear(self, rank: int, limit_s: float) -> Any:
-        message = self._listen(rank, limit_s)
-        if isinstance(message, Failure):
-            if message.is_mistake:
-                raise ValueError(message.text)
-            raise TPError(f"rank {rank} failed: {message.kind}: {message.text}")
-        return message
+        return _unless_failed(rank, self._listen(rank, limit_s))
 
     def _listen(self, rank: int, limit_s: float) -> Any:
+        try:
+            return self._receive(rank, limit_s)
+        except TimeoutError as error:
+            raise _silence([rank], limit_s) from error
+
+    def _receive(self, rank: int, limit_s: float) -> Any:
+        """The next message of a rank; raises ``TPError`` if it is gone, and ``TimeoutError``."""
         try:
             return self._peers[rank - 1].link.receive(limit_s)
         except LinkClosedError as error:
             raise self._loss(rank) from error
-        except TimeoutError as error:
-            raise _silence(rank, limit_s) from error
 
     def cause(self, error: BaseException, limit_s: float) -> TPError | None:
         """Which rank an exception of rank 0's comes from, if it comes from one.
@@ -181,17 +193,22 @@ class Ranks:
         """
         if isinstance(error, TPError):
             return error
+        if isinstance(error, KeyboardInterrupt):
+            return None
         is_exchange = is_exchange_error(error)
         until_s = time.monotonic() + (LAST_WORDS_S if is_exchange else 0)
         gone: list[TPError] = []
         failed: list[TPError] = []
         silent: list[int] = []
         for rank, peer in enumerate(self._peers, 1):
-            if peer.link.is_quiet(max(0.0, until_s - time.monotonic())):
-                silent.append(rank)
-                continue
             try:
-                self._hear(rank, 0.0)
+                # Signs of life say nothing of what happened.
+                while not peer.link.is_quiet(max(0.0, until_s - time.monotonic())):
+                    with contextlib.suppress(TimeoutError):
+                        _unless_failed(rank, self._receive(rank, 0.0))
+                        break
+                else:
+                    silent.append(rank)
             except TPError as found:
                 own = isinstance(found.__cause__, LinkClosedError) or not is_exchange_text(str(found))
                 (gone if own else failed).append(found)
@@ -200,8 +217,27 @@ class Ranks:
         if gone:
             return gone[0]
         if is_exchange and silent:
-            return _silence(silent[0], limit_s)
-        return failed[0] if failed else None
+            return _silence(self._stopped(silent) or silent, limit_s)
+        # What the library says of it tells a user nothing.
+        return TPError("the ranks have lost each other in a step") if is_exchange or failed else None
+
+    def silence(self, limit_s: float) -> TPError:
+        """Who keeps the others waiting. Takes no message away, so any thread may ask."""
+        silent = [rank for rank, peer in enumerate(self._peers, 1) if peer.link.is_quiet(0.0)]
+        return _silence(self._stopped(silent) or silent or range(1, self.size), limit_s)
+
+    def _stopped(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose processes are known to be stopped."""
+        processes = {rank: self._peers[rank - 1].process for rank in ranks}
+        return [rank for rank, process in processes.items() if process is not None and _is_stopped(process.pid)]
+
+    def kill(self) -> None:
+        """Let the others end at once, whatever they do; ``end`` tidies up. Any thread may call it."""
+        for peer in self._peers:
+            if peer.process is not None:
+                peer.process.kill()
+            else:
+                peer.link.shut()
 
     def last_words(self, kind: str) -> list[int]:
         """The ranks that end with an exception of the class named ``kind``."""
@@ -268,7 +304,9 @@ def reach_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
-def make_group(rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float) -> RankGroup:
+def make_group(
+    rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float | None
+) -> RankGroup:
     """The group that carries the tensors of all ranks, which call this together: gloo on the CPU, NCCL on cards.
 
     It is nobody's default group, and a process may have several.
@@ -278,15 +316,16 @@ def make_group(rank: int, size: int, store: dist.Store, device: torch.device, ho
         store: where the ranks find each other.
         device: this rank's.
         host: this machine's address for the others.
-        limit_s: seconds that an exchange may take on the CPU; on cards whoever waits for the step sets the limit.
+        limit_s: seconds that an exchange may take on the CPU; None, and on cards: whoever waits for it sets the limit.
     """
     kinds = dist.ProcessGroup.BackendType
     backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if device.type == "cpu":
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=limit_s)
+        options._timeout = timedelta(seconds=START_S)
         kind, backend = kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, options)
+        backend._set_default_timeout(_FOREVER if limit_s is None else timedelta(seconds=limit_s))
     else:
         with _quiet_nccl():
             kind, backend = kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
@@ -321,5 +360,23 @@ def is_exchange_text(text: str) -> bool:
     return any(word in text.lower() for word in ("gloo", "nccl"))
 
 
-def _silence(rank: int, limit_s: float) -> TPError:
-    return TPError(f"rank {rank} has not answered within {limit_s:g} s (tp_timeout_s)")
+def _unless_failed(rank: int, message: Any) -> Any:
+    """A message of a rank's; a ``Failure`` is raised, a mistake of the user's as ``ValueError``."""
+    if isinstance(message, Failure):
+        if message.is_mistake:
+            raise ValueError(message.text)
+        raise TPError(f"rank {rank} failed: {message.kind}: {message.text}")
+    return message
+
+
+def _silence(ranks: Sequence[int], limit_s: float) -> TPError:
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return TPError(f"{who} not answered within {limit_s:g} s (tp_timeout_s)")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False

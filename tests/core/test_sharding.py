@@ -155,7 +155,7 @@ def test_segments_must_suit_the_ranks_and_the_inner_sizes() -> None:
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 (the whole sentence is compared below)
             check_k_segments(spec, tp, k_segments)
-        assert str(caught.value) == f"numerics.k_segments must {violated}, not {k_segments}"
+        assert str(caught.value) == f"k_segments must {violated}, not {k_segments}"
     check_k_segments(named("olmoe"), 4, 4)
     few = replace(named("olmoe"), num_kv_heads=1, head_dim=2, num_heads=16)
     with pytest.raises(ValueError, match=r"k_segments must divide num_key_value_heads \* head_dim 2, not 4$"):

@@ -248,7 +248,7 @@ def test_a_greedy_row_is_the_same_bits_gathered_or_not(pair: Engine) -> None:
 def test_what_a_step_brought_is_handed_out_with_the_next_one(pair: Engine) -> None:
     pair.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=2), "late")
     assert pair.step() == []
-    assert pair.scheduler.counters.output_tokens >= 0
+    assert pair.scheduler.num_running == 1, "nothing was computed"
     (first,) = pair.step()
     assert (len(first.token_ids), first.output) == (1, None)
     assert not pair.scheduler.has_unfinished
@@ -355,8 +355,8 @@ def test_new_weights_reach_all_ranks(folders: dict[str, Path], tmp_path: Path) -
             "tp must divide num_attention_heads 8, and divide or be a multiple of num_key_value_heads 4, not 3",
         ),
         ({"tp": 0}, "tp must be a whole number, at least 1, not 0"),
-        ({"tp": 2, "k_segments": 3}, "numerics.k_segments must be a power of two, not 3"),
-        ({"tp": 4, "k_segments": 2}, "numerics.k_segments must be a multiple of tp 4, not 2"),
+        ({"tp": 2, "k_segments": 3}, "k_segments must be a power of two, not 3"),
+        ({"tp": 4, "k_segments": 2}, "k_segments must be a multiple of tp 4, not 2"),
         ({"tp_timeout_s": 0}, "tp_timeout_s must be 0.1 to 31536000, not 0"),
         ({"verify": "no"}, "verify must be one of True, False, not 'no'"),
         ({"reduce_dtype": "int8"}, "reduce_dtype must be one of model, float32, not 'int8'"),

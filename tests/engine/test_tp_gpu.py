@@ -65,7 +65,10 @@ def test_bits_do_not_hang_on_pool_and_chunks(folder: Path, dtype: str) -> None:
     for fields in ({}, {"num_blocks": 8}, {"chunk_size": 3, "max_step_tokens": 8}):
         engine = engine_of(folder, 2, dtype=dtype, block_size=16, **fields)
         try:
-            made.append(essences(run(engine, workload()).outputs))
+            came = run(engine, workload())
+            made.append(essences(came.outputs))
+            if "num_blocks" in fields:
+                assert came.counters["num_preemptions"] > 0
         finally:
             engine.close()
     assert made[0] == made[1] == made[2]

@@ -57,7 +57,6 @@ def move(group: RankGroup) -> dict[str, Any]:
     moved = {
         "last": group.all_gather(x),
         "first": group.all_gather(x, dim=0),
-        "scalar": group.broadcast(torch.tensor(group.rank), src=group.size - 1),
         "empty": group.all_gather(x[:0]),
         "flags": group.all_gather(torch.tensor([group.rank == 1])),
     }
@@ -65,21 +64,20 @@ def move(group: RankGroup) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_gather_and_broadcast(rank_pool: RankPool, size: int) -> None:
+def test_gather(rank_pool: RankPool, size: int) -> None:
     x = torch.arange(6).view(2, 3)
     for rank, moved in enumerate(rank_pool.run(move, size=size)):
         assert torch.equal(moved["last"], torch.cat([x + 10 * r for r in range(size)], dim=1))
         assert torch.equal(moved["first"], torch.cat([x + 10 * r for r in range(size)], dim=0))
-        assert moved["scalar"] == size - 1
         assert moved["empty"].shape == (0, 3 * size)
         assert moved["flags"].tolist() == [r == 1 for r in range(size)]
         assert torch.equal(moved["own"], x + 10 * rank)
-        assert (moved["num_collectives"], moved["num_bytes"]) == ((5, 2 * 48 + 8 + 0 + 1) if size > 1 else (0, 0))
+        assert (moved["num_collectives"], moved["num_bytes"]) == ((4, 2 * 48 + 0 + 1) if size > 1 else (0, 0))
 
 
 def refuse_a_gradient(group: RankGroup) -> None:
     x = torch.zeros(2, requires_grad=True)
-    for exchange in (group.all_reduce, group.all_gather, group.broadcast):
+    for exchange in (group.all_reduce, group.all_gather):
         with pytest.raises(ValueError, match="requires grad"):
             exchange(x)
 
@@ -90,7 +88,7 @@ def test_a_tensor_that_requires_grad_is_refused(rank_pool: RankPool) -> None:
 
 def test_one_rank_issues_nothing() -> None:
     x = torch.ones(3)
-    assert SINGLE.all_reduce(x) is SINGLE.all_gather(x) is SINGLE.broadcast(x) is x
+    assert SINGLE.all_reduce(x) is SINGLE.all_gather(x) is x
     assert (SINGLE.rank, SINGLE.size, SINGLE.num_collectives, SINGLE.num_bytes) == (0, 1, 0, 0)
     for rank, size in ((1, 1), (-1, 2), (0, 2)):
         with pytest.raises(ValueError, match=r"^(rank|process_group) must be"):

@@ -208,11 +208,11 @@ def refusal(group: RankGroup, spec: ModelSpec, numerics: Numerics) -> str:
             "tp must divide num_attention_heads 6, and divide or be a multiple of num_key_value_heads 6, "
             "and divide intermediate_size 46 (of each expert), not 4",
         ),
-        (QWEN3, Numerics(k_segments=2), "numerics.k_segments must be a multiple of tp 4, not 2"),
+        (QWEN3, Numerics(k_segments=2), "k_segments must be a multiple of tp 4, not 2"),
         (
             replace(QWEN3, intermediate_size=100),
             Numerics(k_segments=8),
-            "numerics.k_segments must divide intermediate_size 100, not 8",
+            "k_segments must divide intermediate_size 100, not 8",
         ),
     ],
 )

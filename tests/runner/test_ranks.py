@@ -1,0 +1,143 @@
+"""Checks rank 0's hold on the others: who is let in, who is blamed, and who watches while it can't look itself."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paged.core.agreement import Ledger, TPError
+from paged.core.plan import StepResult
+from paged.core.prompt import Prompt
+from paged.core.request import Request, SamplingParams
+from paged.runner.consensus import _Watch, note_commit
+from paged.runner.links import Failure, Link, pack
+from paged.runner.payload import PromptScore, StepPayload, Stop
+from paged.runner.ranks import Ranks, _Peer
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Ranks, Link]]:
+    """Rank 0's side of two ranks, and the other's link."""
+    ours, theirs = (Link(each) for each in socket.socketpair())
+    with ours, theirs:
+        yield Ranks([_Peer(ours)]), theirs
+
+
+@pytest.mark.parametrize("error", [ValueError("own"), KeyboardInterrupt()])
+def test_signs_of_life_are_no_cause(pair: tuple[Ranks, Link], error: BaseException) -> None:
+    ranks, other = pair
+    other.send_bytes(b"")
+    assert ranks.cause(error, 1) is None
+
+
+def test_a_failure_after_signs_of_life_is_a_cause(pair: tuple[Ranks, Link]) -> None:
+    ranks, other = pair
+    other.send_bytes(b"")
+    other.send(Failure("RuntimeError", "planted", is_mistake=False))
+    assert str(ranks.cause(ValueError("own"), 1)) == "rank 1 failed: RuntimeError: planted"
+
+
+def test_what_the_library_says_is_no_reason(pair: tuple[Ranks, Link]) -> None:
+    ranks, other = pair
+    other.send(Failure("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection reset", is_mistake=False))
+    assert str(ranks.cause(RuntimeError("Gloo failed"), 1)) == "the ranks have lost each other in a step"
+
+
+@pytest.mark.parametrize("kind", ["closes", "silent", "wrong"])
+def test_strangers_are_passed_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paged.runner.ranks.TOKEN_S", 0.3)
+    store = dist.HashStore()
+    made: list[socket.socket] = []
+
+    def call() -> None:
+        host, port, token = pickle.loads(bytes.fromhex(store.get("key").decode()))
+        made.append(socket.create_connection((host, port)))
+        if kind == "closes":
+            made[0].close()
+        elif kind == "wrong":
+            made[0].sendall(bytes(len(token)))
+        made.append(socket.create_connection((host, port)))
+        made[1].sendall(token + (1).to_bytes(4, "little"))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    ranks = Ranks.await_launched(2, store, "key", "127.0.0.1", 5)
+    thread.join()
+    message = pack(7)
+    made[1].sendall(len(message).to_bytes(8, "little") + message)
+    assert ranks.hear(2) == [7]
+    ranks.end()
+    for each in made:
+        each.close()
+
+
+def test_a_rank_that_does_not_join_is_named() -> None:
+    with pytest.raises(TPError, match=r"^rank 1 did not join within 0.1 s$"):
+        Ranks.await_launched(2, dist.HashStore(), "key", "127.0.0.1", 0.1)
+
+
+class Card:
+    """Stands for a group of ranks on cards."""
+
+    def __init__(self) -> None:
+        self.process_group = self
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def watch_over(ranks: Ranks, limit_s: float) -> tuple[_Watch, Card]:
+    card: Any = Card()
+    return _Watch(ranks, card, torch.device("cuda"), limit_s), card
+
+
+def test_on_cards_a_rank_that_is_gone_ends_what_has_no_limit(pair: tuple[Ranks, Link]) -> None:
+    ranks, other = pair
+    watch, card = watch_over(ranks, 0.1)
+    with watch.watching(is_limited=False):
+        assert not card.aborted.wait(1.5), "there is no limit"
+    with pytest.raises(RuntimeError, match="a rank is gone"), watch.watching(is_limited=False):  # noqa: PT012
+        other.close()
+        assert card.aborted.wait(5)
+    watch.stop()
+
+
+def test_on_cards_a_step_has_a_limit(pair: tuple[Ranks, Link]) -> None:
+    ranks, _ = pair
+    watch, card = watch_over(ranks, 0.1)
+    time.sleep(1)
+    said = r"^rank 1 has not answered within 0.1 s \(tp_timeout_s\)$"
+    with pytest.raises(TPError, match=said), watch.watching(is_limited=True):
+        assert card.aborted.wait(5)
+    watch.stop()
+
+
+REQUEST = Request("a", 0, Prompt([3, 1]), SamplingParams(), seed=1, max_tokens=7)
+
+
+def digest(alternative: int = 7, reason: int | str | None = None) -> bytes:
+    payload = StepPayload(
+        tokens=[5],
+        logprobs=[-0.5],
+        behavior_logprobs=[-0.5],
+        top_logprobs={},
+        stops={0: Stop(reason, is_token=True)},
+        scores=[(REQUEST, 0, [PromptScore(3, -1.0, ([alternative], [-1.0]))])],
+    )
+    ledger = Ledger()
+    note_commit(ledger, StepResult(0, [5], [True], [], 0.0, 0.0, payload))
+    return ledger.digest
+
+
+def test_alternatives_and_stop_reasons_count_in_the_digest() -> None:
+    assert digest() == digest()
+    assert len({digest(), digest(alternative=8), digest(reason="x"), digest(reason=5)}) == 4
