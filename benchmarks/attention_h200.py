@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,9 @@ def time_decode(batch: int, context: int, bandwidth: float, *, with_sdpa: bool =
     if with_sdpa:
         # Contiguous keys; the heads that share a kv head stand where a single row leaves the query dimension free.
         q_BKGD = q.view(batch, kv_heads, -1, head_dim)
-        dense = [c.key.view(batch, context, kv_heads, head_dim).transpose(1, 2).contiguous() for c in caches]
-        row["sdpa_us"] = graph_us([lambda k=k: F.scaled_dot_product_attention(q_BKGD, k, k) for k in dense])[1]
+        shape = (batch, context, kv_heads, head_dim)
+        dense = [[x.view(shape).transpose(1, 2).contiguous() for x in (c.key, c.value)] for c in caches]
+        row["sdpa_us"] = graph_us([partial(F.scaled_dot_product_attention, q_BKGD, *kv) for kv in dense])[1]
     return row
 
 

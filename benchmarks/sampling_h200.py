@@ -3,8 +3,8 @@
     python benchmarks/sampling_h200.py [--rounds 8] [--json FILE]
 
 A difference of a token or a bit of a log-probability makes the run fail. Times are those of CUDA graphs over logits
-that rotate out of the second-level cache: ``peaked`` looks like a trained model's rows (a few dozen tokens high above the
-rest), ``wide`` and ``flat`` are normal numbers with deviation 3 and 1 (a nucleus of 10,000 and 100,000 tokens).
+that rotate out of the second-level cache: ``peaked`` looks like a trained model's rows (a few dozen tokens high above
+the rest), ``wide`` and ``flat`` are normal numbers with deviation 3 and 1 (a nucleus of 10,000 and 100,000 tokens).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ are maxima and sums of integers, which have no order:
 2. ``bracket`` (truncation): from the highest of every 32 tokens and every eighth token, guess between which two logits
    the last kept token lies. A guess decides how fast the answer is found, never which it is.
 3. ``weigh``: sums of masses; ``list``: the tokens inside the bracket. ``cut`` finds the last kept token in the list,
-   two bits of its logit at a time, or, where the guess was wrong, in the whole row; a list with all kept tokens is drawn
-   from at once.
+   two bits of its logit at a time, or, where the guess was wrong, in the whole row. A list that has all kept tokens is
+   drawn from at once.
 4. ``draw``: noise of all tokens in fp32, nowhere lower than the contract's by as much as ``MARGIN`` / 4. A part notes
    its best score and which groups of four tokens are within ``MARGIN`` of it. ``finish`` computes the best group's
    scores in fp64; if that group was alone and bears out its rough score, no other token can win, else it computes whole
