@@ -55,7 +55,7 @@ def graph_us(calls: list[Callable[[], Any]], replays: int = 12) -> tuple[float, 
 
 
 @triton.jit
-def _read_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):  # noqa: N803 - constants of a kernel are in capitals
+def _read_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * SIZE
     tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + first + tl.arange(0, SIZE))))
 

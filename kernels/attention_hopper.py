@@ -5,8 +5,6 @@ sequence. A program is 128 rows (positions times the query heads that share a kv
 of keys and values from the paged cache, two multiply 64 rows each: a tile's values and the next one's keys together.
 """
 
-# ruff: noqa: N803, N806 - constants of a kernel are in capitals
-
 from __future__ import annotations
 
 import torch

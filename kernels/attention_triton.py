@@ -9,8 +9,6 @@ that continue the accumulator. Splits are folded left to right in fp32: the firs
 equal programs of exact or elementwise operations, and matrix products that keep one order (shown on the card).
 """
 
-# ruff: noqa: N803 - constants of a kernel are in capitals
-
 from __future__ import annotations
 
 import math

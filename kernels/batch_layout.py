@@ -56,7 +56,7 @@ class BatchLayout:
             lengths: rows of each sequence, at least 1.
             block_tables: int32 [B, max_blocks], row b for sequence b, wide enough for its last row.
             block_size: tokens in a block.
-            device: where the model runs. Makes one transfer to it, waits for nothing on it.
+            device: where the model runs. On a card each build waits for two small transfers.
         """
         start_B, length_B = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         tables_BN = torch.as_tensor(block_tables, dtype=torch.int32, device=device)

@@ -76,7 +76,9 @@ def product(
     While the library works, torch's settings of its matrix products are the gate's; they are put back at once.
     """
     num_rows, inner_size = x_TK.shape
-    if k_segments == 1 and x_TK.is_contiguous():
+    # What the gate has seen: operands that begin where 16 bytes do.
+    is_aligned = x_TK.data_ptr() % 16 == weight_NK.data_ptr() % 16 == 0
+    if k_segments == 1 and x_TK.is_contiguous() and is_aligned:
         kind = Product(weight_NK.shape[0], inner_size, _named(out_dtype, x_TK.dtype), bias_N is not None)
         if _recorded is not None:
             _recorded.append(kind)

@@ -30,6 +30,8 @@ _MAX_TIMED_ROWS = 256
 # Twice the L2 cache of an H200: weights that come round again have left it.
 _ROTATED_BYTES = 128 * 2**20
 _NUM_REPLAYS = 4
+# Variables of the environment that torch or the library chooses its algorithms by.
+_ENVIRONMENT = ("CUBLAS", "TORCH_BLAS", "TORCH_CUBLAS", "DISABLE_ADDMM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,6 @@ def _facts(device: torch.device) -> dict[str, object]:
     return {
         "card": [card.name, card.major, card.minor, card.multi_processor_count],
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__, **libraries},
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("CUBLAS", "TORCH_BLAS"))},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)},
         "source": hashlib.blake2b(source.encode(), digest_size=8).hexdigest(),
     }

@@ -4,8 +4,6 @@ Contract: what ``paged.kernels.kv_cache.store`` says, for caches without scales.
 nothing but the row itself reaches what is written.
 """
 
-# ruff: noqa: N803 - constants of a kernel are in capitals
-
 from __future__ import annotations
 
 import torch
@@ -37,6 +35,7 @@ def store_triton(
     assert key_TKD.stride()[1:] == value_TKD.stride()[1:] == (head_dim, 1), (key_TKD.stride(), value_TKD.stride())
     if cell_T.shape[0] == 0:
         return
+    padded = triton.next_power_of_2(width)
     _store_kernel[(cell_T.shape[0],)](
         key_TKD,
         value_TKD,
@@ -46,8 +45,8 @@ def store_triton(
         key_TKD.stride(0),
         value_TKD.stride(0),
         WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        num_warps=max(1, min(8, width // 256)),
+        PADDED=padded,
+        num_warps=max(1, min(8, padded // 256)),
         enable_fp_fusion=False,
     )
 

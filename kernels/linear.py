@@ -28,14 +28,14 @@ def linear(
         weight_NK: weights, contiguous, of the same dtype.
         bias_N: bias, or ``None``.
         numerics: how sums are formed.
-        k_segments: parts of K summed apart in fp32 (fp64), then folded as a balanced tree.
+        k_segments: parts of K summed apart in fp32 (fp64), then folded as a balanced tree; ``fast`` has no use for it.
     """
     _check(x_TK, weight_NK, bias_N)
     if is_canonical(x_TK, numerics):
         from paged.kernels import gemm_dispatch
 
         return gemm_dispatch.product(x_TK, weight_NK, bias_N, k_segments=k_segments)
-    if k_segments != 1:
+    if k_segments != 1 and numerics.is_invariant:
         return add_bias(partial_linear(x_TK, weight_NK, numerics=numerics, k_segments=k_segments), bias_N, x_TK.dtype)
     return _in_tiles(x_TK, weight_NK, bias_N, numerics)
 
@@ -56,6 +56,8 @@ def partial_linear(
         from paged.kernels import gemm_dispatch
 
         return gemm_dispatch.product(x_TK, weight_NK, k_segments=k_segments, out_dtype=torch.float32)
+    if not numerics.is_invariant:
+        return _wide_product(x_TK, weight_NK, numerics)
     size, rest = divmod(x_TK.shape[1], k_segments)
     if rest:
         raise ValueError(f"the product's inner size {x_TK.shape[1]} must be a multiple of k_segments {k_segments}")

@@ -21,7 +21,7 @@ import torch
 
 from paged.kernels.activation import silu_mul
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.linear import is_canonical, linear, partial_linear
+from paged.kernels.linear import linear, partial_linear
 from paged.kernels.numerics import Numerics, compute_dtype
 
 
@@ -78,7 +78,8 @@ def run_experts(
     assert x_TN.dtype == weights_TC.dtype == gate_up_EIN.dtype == down_ENI.dtype, (x_TN.dtype, weights_TC.dtype)
     is_wide = group.size > 1 and numerics.reduces_wide
     dtype = compute_dtype(x_TN.dtype) if is_wide else x_TN.dtype
-    if is_canonical(x_TN, numerics):
+    if x_TN.is_cuda and x_TN.dtype in (torch.bfloat16, torch.float16):
+        # Under ``fast`` as well: a loop over the experts asks the host how many rows each has.
         from paged.kernels import moe_triton
 
         if group.size == 1:

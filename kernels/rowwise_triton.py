@@ -42,6 +42,7 @@ def _norm(
     assert weight_N.shape == (width,), (weight_N.shape, x_N.shape)
     assert weight_N.dtype == x_N.dtype, (weight_N.dtype, x_N.dtype)
     assert weight_N.is_contiguous(), weight_N.stride()
+    x_N, delta_N = _aligned(x_N), None if delta_N is None else _aligned(delta_N)
     x_THN = x_N.view(1, 1, width) if x_N.dim() == 1 else x_N if x_N.dim() == 3 else x_N[:, None]
     num_rows, num_heads = x_THN.shape[:2]
     out_THN = empty_rows(num_rows, x_THN.shape[1:], x_N)
@@ -75,6 +76,7 @@ def sums_of_squares(x_TN: torch.Tensor, k_segments: int) -> torch.Tensor:
     num_rows, width = x_TN.shape
     assert width % k_segments == 0, (width, k_segments)
     assert x_TN.stride(1) == 1, x_TN.stride()
+    x_TN = _aligned(x_TN, k_segments)
     sums_TS = torch.empty(num_rows, k_segments, dtype=torch.float32, device=x_TN.device)
     block = triton.next_power_of_2(width // k_segments)
     _sum_of_squares_kernel[(num_rows, k_segments)](
@@ -110,6 +112,7 @@ def norm_rope(
     assert all(tensor.dtype == q_THD.dtype for tensor in same), [tensor.dtype for tensor in same]
     assert q_THD.stride(2) == k_TKD.stride(2) == 1, (q_THD.stride(), k_TKD.stride())
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous()  # noqa: PT018
+    q_THD, k_TKD = _aligned(q_THD), _aligned(k_TKD)
     q_out_THD, k_out_TKD = q_THD.new_empty(q_THD.shape), k_TKD.new_empty(k_TKD.shape)
     _norm_rope_kernel[(num_rows, triton.cdiv(num_heads + num_kv_heads, _HEADS_PER_PROGRAM))](
         q_THD,
@@ -154,6 +157,18 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
         **options(gate_up_TI),
     )
     return out_TI
+
+
+def _aligned(x_N: torch.Tensor, num_parts: int = 1) -> torch.Tensor:
+    """``x`` or a copy whose place and strides are such that the compiler sums its rows as it sums all of this width.
+
+    It gives a thread other elements if an address or a stride is no multiple of 16.
+    """
+    part = x_N.shape[-1] // num_parts
+    strides = [*x_N.stride()[:-1], part]
+    if x_N.data_ptr() % 16 == 0 and (x_N.is_contiguous() or all(stride % 16 == 0 for stride in strides)):
+        return x_N
+    return x_N.clone(memory_format=torch.contiguous_format)
 
 
 def _num_warps(block: int) -> int:

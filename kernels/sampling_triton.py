@@ -19,8 +19,6 @@ Shapes: R rows, V token ids, P parts, G groups of four tokens (the unit of the n
 or bins of the bracket, C clusters of tokens, N candidates.
 """
 
-# ruff: noqa: N803, N806 - constants of a kernel are in capitals
-
 from __future__ import annotations
 
 import math
@@ -78,6 +76,7 @@ _LOG_LOG_2 = tl.constexpr(-math.log(math.log(2)))
 def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int) -> Tensor:
     """Sum of each row's masses, int64 [R]; the highest logits and the temperatures (none is 0) as the twin has them."""
     num_rows, vocab_size = logits_RV.shape
+    _check(logits_RV, row_max_R, divisor_R)
     num_parts = triton.cdiv(vocab_size, PART)
     mass_RP = torch.empty((num_rows, num_parts), dtype=torch.int64, device=logits_RV.device)
     if num_rows:
@@ -86,6 +85,13 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int
             BITS=bits, PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=WEIGH_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return mass_RP.sum(1)
+
+
+def _check(logits_RV: Tensor, *columns: Tensor | None) -> None:
+    assert logits_RV.stride(1) == 1, logits_RV.stride()
+    # The second axis of a grid has no room for more.
+    assert logits_RV.shape[0] < 2**16, logits_RV.shape
+    assert all(column is None or column.is_contiguous() for column in columns)
 
 
 def sample_triton(
@@ -113,7 +119,7 @@ def sample_triton(
     """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
-    assert logits_RV.stride(1) == 1, logits_RV.stride()
+    _check(logits_RV, temperature_R, seeds_R, positions_R, top_k_R, top_p_R, min_p_R)
     num_parts = triton.cdiv(vocab_size, PART)
     parts = triton.next_power_of_2(num_parts)
     asks = {"TOP_K": top_k_R is not None, "TOP_P": top_p_R is not None, "MIN_P": min_p_R is not None}

@@ -96,7 +96,7 @@ def _highest(own_RL: Tensor, vocab_size: int, group: RankGroup) -> tuple[Tensor,
     pairs_RW2 = group.all_gather(pair_R2).view(num_rows, group.size, 2)
     best_R1 = pairs_RW2[:, :, 0].argmax(1, keepdim=True)
     top_R, id_R = pairs_RW2.gather(1, best_R1.unsqueeze(2).expand(-1, -1, 2)).squeeze(1).unbind(1)
-    return top_R.to(own_RL.dtype), id_R.to(torch.int64)
+    return top_R.to(own_RL.dtype).contiguous(), id_R.to(torch.int64)
 
 
 def _logits_of(column_RK: Tensor, own_RL: Tensor) -> Tensor:

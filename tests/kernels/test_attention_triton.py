@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from oracles import dense_attention
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import LayerCache, store

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from paged.kernels.kv_cache_triton import store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
