@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from paged.kernels import kv_cache_triton
 from paged.kernels.kv_cache_triton import store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,3 +41,25 @@ def test_no_rows() -> None:
     none = torch.zeros(0, 2, 8, device=DEVICE)
     store_triton(*caches, none, none, torch.zeros(0, dtype=torch.int64, device=DEVICE))
     assert not caches[0].any()
+
+
+@pytest.mark.parametrize("width", [24, 768, 1280, 1536, 2048])
+def test_any_width_can_be_launched(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """A card wants a power of two of warps; the interpreter does not look."""
+    asked: list[int] = []
+    kernel = kv_cache_triton._store_kernel
+
+    class Recorded:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                asked.append(options["num_warps"])
+                kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(kv_cache_triton, "_store_kernel", Recorded())
+    cache = torch.zeros(2, 4, 1, width, device=DEVICE)
+    rows = torch.randn(3, 1, width, device=DEVICE)
+    store_triton(cache, cache.clone(), rows, rows, torch.tensor([1, 6, 3], device=DEVICE))
+    assert asked[0].bit_count() == 1
+    assert torch.equal(cache.flatten(0, 1)[[1, 6, 3]], rows)

@@ -127,3 +127,15 @@ def test_sums_of_squares_hang_on_their_part_alone(dtype: torch.dtype, width: int
     torch.testing.assert_close(sums.double(), want, rtol=1e-5, atol=0)
     half = rowwise_triton.sums_of_squares(x[2:, width // 2 :], 2)
     assert torch.equal(half, sums[2:, 2:])
+
+
+@pytest.mark.parametrize("width", [64, 70])
+def test_rows_come_to_the_kernels_in_one_alignment(width: int) -> None:
+    """A compiler gives a thread other elements of a row whose address or stride is no multiple of 16."""
+    wide = numbers(6, 2 * width + 3).to(DEVICE)
+    views = [wide[:, :width], wide[1:, 1 : width + 1], wide[:, 16 : width + 16], wide[:, :width].contiguous()[1:]]
+    for view in views:
+        aligned = rowwise_triton._aligned(view)
+        assert torch.equal(aligned, view)
+        assert aligned.data_ptr() % 16 == 0
+        assert aligned.stride(0) % 16 == 0 or aligned.is_contiguous()
