@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import tp_faults
-from paged import Engine, SamplingParams
+from paged import Engine, SamplingParams, engine_ranks
 from paged.core.agreement import TPDesyncError, TPError
+from paged.core.policy import Fifo
 from paged.runner import ranks
 from paged.sim.replay import replay
 from tp_tools import is_there, pids, save_model, state_dict, tp_engine
@@ -310,6 +312,27 @@ def test_a_mistake_that_another_rank_meets_is_told_as_one(plant: Plant, tmp_path
 def test_a_rank_that_cannot_begin(plant: Plant) -> None:
     with pytest.raises(TPError, match=r"^rank 1 ended with exit code 1: no such library$"):
         plant("dies_at_once")
+
+
+def test_what_a_rank_cannot_read_is_told_at_once(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ModuleType("only_here")
+    here.Mine = type("Mine", (Fifo,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", here)
+    start_s = time.monotonic()
+    with pytest.raises(TPError, match=r"^rank 1 failed: ModuleNotFoundError: No module named 'only_here'$"):
+        plant(None, policy=here.Mine())
+    assert time.monotonic() - start_s < ranks.START_S / 2
+
+
+def test_a_rank_that_fails_before_there_is_a_group_is_named(
+    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_store = engine_ranks.serve_store
+    monkeypatch.setattr(engine_ranks, "serve_store", lambda host, limit_s: serve_store(host, 2))
+    monkeypatch.setattr(ranks, "START_S", 2)
+    with pytest.raises(TPError, match=r"^rank 1 failed: RuntimeError: planted$"):
+        plant("cannot_meet")
+    assert reached(tmp_path) == {"rank1"}
 
 
 def test_the_pool_is_the_least_that_any_rank_has_room_for(plant: Plant, folder: Path, tmp_path: Path) -> None:

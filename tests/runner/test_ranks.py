@@ -51,6 +51,14 @@ def test_what_the_library_says_is_no_reason(pair: tuple[Ranks, Link]) -> None:
     assert str(ranks.cause(RuntimeError("Gloo failed"), 1)) == "the ranks have lost each other in a step"
 
 
+def test_a_rank_that_is_gone_is_told_as_one_whatever_is_said_to_it(pair: tuple[Ranks, Link]) -> None:
+    ranks, other = pair
+    other.close()
+    for say in (lambda: ranks.tell(1, 1), lambda: ranks.tell_each([1], 1)):
+        with pytest.raises(TPError, match=r"^rank 1 is gone$"):
+            say()
+
+
 @pytest.mark.parametrize("kind", ["closes", "silent", "wrong"])
 def test_strangers_are_passed_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paged.runner.ranks.TOKEN_S", 0.3)
