@@ -175,15 +175,23 @@ class Leader:
             ValueError: the weights are not the model's, or a rank can't read them; all ranks go on with the old ones.
             TPError: as for ``plan``.
         """
-        if not isinstance(weights, Path):
-            for rank, host in enumerate(self.ranks.hosts, 1):
-                if host != platform.node():
-                    raise ValueError(
-                        f"weights must be a checkpoint folder, not a state dict: rank {rank} is on another machine, "
-                        f"{host}"
-                    )
+        if isinstance(weights, Path):
+            self._load_together(weights, weights)
+            return
+        for rank, host in enumerate(self.ranks.hosts, 1):
+            if host != platform.node():
+                raise ValueError(
+                    f"weights must be a checkpoint folder, not a state dict: rank {rank} is on another machine, {host}"
+                )
+        # One look at the mapping: it may answer differently the next time. What fails here is no other rank's concern.
+        weights = dict(weights.items())
+        with shared_weights(weights) as shared:
+            self._load_together(weights, shared)
+
+    def _load_together(self, weights: Mapping[str, torch.Tensor] | Path, source: SharedWeights | Path) -> None:
+        """``load_weights`` of what the other ranks find at ``source``; a failure, but for a refusal, ends them."""
         try:
-            refusal = self._load_weights(weights)
+            refusal = self._refusal(weights, source)
         except BaseException as error:
             if (failure := self.fail(error)) is error:
                 raise
@@ -191,28 +199,20 @@ class Leader:
         if refusal is not None:
             raise refusal
 
-    def _load_weights(self, weights: Mapping[str, torch.Tensor] | Path) -> Exception | None:
+    def _refusal(self, weights: Mapping[str, torch.Tensor] | Path, source: SharedWeights | Path) -> Exception | None:
         assert self.runner is not None, "the engine is being built"
-        with contextlib.ExitStack() as stack:
-            source: SharedWeights | Path
-            if isinstance(weights, Path):
-                source = weights
-            else:
-                # One look at the mapping: it may answer differently the next time.
-                weights = dict(weights.items())
-                source = stack.enter_context(shared_weights(weights))
-            self._record.append(("load", source))
-            self._send(is_verified=False)
-            refusal: Exception | None = None
-            try:
-                # However long a checkpoint takes to read.
-                with self._watch.watching(is_limited=False):
-                    self.runner.load_weights(weights)
-            except Exception as error:
-                if is_exchange_error(error):
-                    raise
-                refusal = error
-            failures = [answer for answer in self.ranks.listen(self._limit_s) if isinstance(answer, Failure)]
+        self._record.append(("load", source))
+        self._send(is_verified=False)
+        refusal: Exception | None = None
+        try:
+            # However long a checkpoint takes to read.
+            with self._watch.watching(is_limited=False):
+                self.runner.load_weights(weights)
+        except Exception as error:
+            if is_exchange_error(error):
+                raise
+            refusal = error
+        failures = [answer for answer in self.ranks.listen(self._limit_s) if isinstance(answer, Failure)]
         if isinstance(refusal, RuntimeError):
             # Another rank's doing: what it says of a mistake is said here.
             return next((ValueError(failure.text) for failure in failures if failure.is_mistake), refusal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import tp_faults
 from paged import Engine, SamplingParams, engine_ranks
@@ -280,6 +283,43 @@ def test_loading_is_watched_over_and_needs_one_machine_for_a_state_dict(
         engine.load_weights(state_dict(seed=3))
     assert len(seen) == 1
     assert len(tokens(engine)) == len(PROMPTS)
+
+
+class Evil(dict[str, torch.Tensor]):
+    """A mapping that does not let anybody look."""
+
+    def items(self) -> Any:
+        raise RuntimeError("planted")
+
+
+def no_room(name: str) -> int:
+    raise OSError(errno.ENOSPC, "planted")
+
+
+def test_weights_that_rank_0_cannot_pass_on_leave_all_ranks_as_they_were(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = plant(None)
+    # The third is drawn anew each time.
+    expected = tokens(engine)[:2]
+    good = state_dict(seed=2)
+    name, tensor = next(iter(good.items()))
+    # Their kinds are on their way out of torch, which warns.
+    with warnings.catch_warnings(action="ignore"):
+        quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+        nested = torch.nested.nested_tensor([tensor])
+    for wrong, said in ((quantized, "has dtype torch.qint8, not one of"), (nested, "is no dense tensor with data")):
+        with pytest.raises(ValueError, match=f"tensor {name} {said}"):
+            engine.load_weights({**good, name: wrong})
+    with pytest.raises(RuntimeError, match=r"^planted$"):
+        engine.load_weights(Evil(good))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", no_room)
+        with pytest.raises(OSError, match="planted"):
+            engine.load_weights(good)
+    assert tokens(engine)[:2] == expected
+    assert engine.load_weights(good) == 1
+    assert tokens(engine)[:2] != expected
 
 
 def test_a_closed_engine_takes_no_requests(plant: Plant) -> None:
