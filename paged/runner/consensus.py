@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -96,13 +96,17 @@ class Leader:
         device: this rank's.
         is_verifying: whether statements are compared.
         limit_s: seconds within which a rank must answer, a step on cards be computed, and an exchange on the CPU end.
-        num_threads: of torch in this process until the ranks end, as in theirs.
+        num_threads: of torch in this process until the ranks end, as in theirs. Of several engines the last one counts.
 
     Attributes:
         is_verifying: whether statements are compared.
         runner: this rank's, once it is built.
         failure: why the ranks have ended; None while they serve.
     """
+
+    # torch's number of threads is the process's: that of the latest leader alive; after the last, what the first found.
+    _live: ClassVar[dict[Leader, int]] = {}
+    _num_threads_before: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -114,8 +118,6 @@ class Leader:
         limit_s: float,
         num_threads: int,
     ) -> None:
-        self._num_threads_before = torch.get_num_threads()
-        torch.set_num_threads(num_threads)
         self.ranks = ranks
         self.is_verifying = is_verifying
         self.runner: TorchRunner | None = None
@@ -124,6 +126,10 @@ class Leader:
         self._ledger = Ledger()
         self._record: list[tuple[Any, ...]] = []
         self._watch = _Watch(ranks, group, device, limit_s)
+        if not self._live:
+            Leader._num_threads_before = torch.get_num_threads()
+        self._live[self] = num_threads
+        torch.set_num_threads(num_threads)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Samples of one request were queued."""
@@ -256,7 +262,8 @@ class Leader:
         self.failure = failure
         self._watch.stop()
         self.ranks.end(grace_s)
-        torch.set_num_threads(self._num_threads_before)
+        if self._live.pop(self, None) is not None:
+            torch.set_num_threads(next(reversed(self._live.values()), self._num_threads_before))
 
     def _exchange(self, plan: StepPlan | None) -> None:
         # Links have limits of their own.
