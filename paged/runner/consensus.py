@@ -26,6 +26,7 @@ from paged.core.plan import StepPlan, StepResult
 from paged.core.request import Request
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
+from paged.interrupts import DeferredInterrupt
 from paged.kernels.collectives import RankGroup
 from paged.runner.links import Failure, Link
 from paged.runner.payload import StepPayload
@@ -123,6 +124,7 @@ class Leader:
         self.runner: TorchRunner | None = None
         self.failure: TPError | None = None
         self._limit_s = limit_s
+        self._process = os.getpid()
         self._ledger = Ledger()
         self._record: list[tuple[Any, ...]] = []
         self._watch = _Watch(ranks, group, device, limit_s)
@@ -251,19 +253,24 @@ class Leader:
         return found or error
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, but not from a copy of the process that made them. What was interrupted is made up for."""
+        if os.getpid() != self._process:
+            return
+        grace_s = 0.0
         if self.failure is None:
+            grace_s = LAST_WORDS_S
             with contextlib.suppress(TPError):
                 self._record.append(("leave",))
                 self._send(is_verified=False)
-            self._end(TPError("the engine is closed"), LAST_WORDS_S)
+        self._end(self.failure or TPError("the engine is closed"), grace_s)
 
     def _end(self, failure: TPError, grace_s: float = 0.0) -> None:
-        self.failure = failure
-        self._watch.stop()
-        self.ranks.end(grace_s)
-        if self._live.pop(self, None) is not None:
-            torch.set_num_threads(next(reversed(self._live.values()), self._num_threads_before))
+        with DeferredInterrupt():
+            self.failure = failure
+            self._watch.stop()
+            self.ranks.end(grace_s)
+            if self._live.pop(self, None) is not None:
+                torch.set_num_threads(next(reversed(self._live.values()), self._num_threads_before))
 
     def _exchange(self, plan: StepPlan | None) -> None:
         # Links have limits of their own.
@@ -345,9 +352,10 @@ class _Watch:
                 raise self._reason
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Watch no more. May be called again."""
         self._is_stopped = True
-        self._to_signals.send(b"\0")
+        with contextlib.suppress(OSError):
+            self._to_signals.send(b"\0")
         # A finalizer may run in any thread.
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -397,6 +397,57 @@ def test_ctrl_c_falls_between_steps_and_the_ranks_serve_on(plant: Plant) -> None
     assert [result.outputs[0].token_ids for result in seeded] == expected[:2]
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_copy_of_the_process_ends_no_ranks(plant: Plant) -> None:
+    engine = plant(None)
+    expected = tokens(engine)[:2]
+    if (pid := os.fork()) == 0:
+        engine.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0) == (pid, 0)
+    assert all(map(is_there, pids(engine)))
+    assert tokens(engine)[:2] == expected
+
+
+def test_ctrl_c_waits_until_the_ranks_have_ended(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = plant(None)
+    assert engine._leader is not None
+    end = engine._leader.ranks.end
+    # It can't leave by itself.
+    os.kill(pids(engine)[0], signal.SIGSTOP)
+
+    def pressed(grace_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        end(grace_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._leader.ranks, "end", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert_ended(engine)
+
+
+@pytest.mark.parametrize("moment", ["_watch.stop", "ranks.end"])
+def test_closing_that_was_interrupted_can_be_repeated(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    engine = plant(None)
+    owner, _, name = moment.partition(".")
+    # It can't leave by itself.
+    os.kill(pids(engine)[0], signal.SIGSTOP)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(engine._leader, owner), name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert all(map(is_there, pids(engine)))
+    engine.close()
+    assert_ended(engine)
+
+
 SCRIPT = """
 import sys
 from paged import Engine, SamplingParams
