@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -114,7 +113,7 @@ class Engine:
         self._leader = leader
         if leader is not None:
             # An engine that nobody closes must leave no process behind.
-            weakref.finalize(self, _close_in, os.getpid(), leader)
+            weakref.finalize(self, leader.close)
         self._samples: dict[tuple[str, int], _Sample] = {}
         self._num_made_ids = 0
         self._held: StepResult | None = None
@@ -484,7 +483,10 @@ class Engine:
         return [own] if self._leader is None else [own, *self._leader.peak_bytes()]
 
     def close(self) -> None:
-        """Close the step log and end the other ranks. The engine must not be used afterwards."""
+        """Close the step log and end the other ranks. The engine must not be used afterwards.
+
+        May be called again, as after a Ctrl-C; from a copy of the process that made the engine it ends no ranks.
+        """
         if self._leader is not None:
             self._leader.close()
             self._undo()
@@ -725,12 +727,6 @@ class Engine:
         for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if number is not None and number > vocab_size:
                 raise ValueError(f"{name} must be at most the vocabulary's size, {vocab_size}, not {number}")
-
-
-def _close_in(process: int, leader: Leader) -> None:
-    """End the ranks of an engine that is gone, but not from a copy of the process that made it."""
-    if os.getpid() == process:
-        leader.close()
 
 
 def _ids_without_tokenizer(prompt: Prompts) -> list[int]:

@@ -33,8 +33,8 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
         ranks.hosts = ranks.hear(max(limit_s, START_S))
         store = serve_store(ranks.host, START_S)
         num_threads = _num_threads(size if launch is None else launch.num_local)
-        for rank, link in enumerate(ranks.links, 1):
-            assignment = Assignment(
+        assignments = [
+            Assignment(
                 rank=rank,
                 size=size,
                 blueprint=blueprint,
@@ -43,7 +43,11 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
                 port=store.port,
                 num_threads=num_threads,
             )
-            link.send(assignment, limit_s)
+            for rank in range(1, size)
+        ]
+        ranks.tell_each(assignments, limit_s)
+        # Who can't make sense of its assignment says so now: whoever waits for the group does not hear it.
+        ranks.hear(max(limit_s, START_S))
         # Stopped processes of another launcher's can't be ended, so that the exchange itself needs the limit.
         group = make_group(0, size, store, devices[0], ranks.host, None if launch is None else limit_s)
         leader = Leader(ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads)
@@ -55,9 +59,11 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
         return parts, leader
     except BaseException as error:
         if leader is None:
+            failure = ranks.cause(error, limit_s) or error
             ranks.end()
-            raise
-        if (failure := leader.fail(error)) is error:
+        else:
+            failure = leader.fail(error)
+        if failure is error:
             raise
         raise failure from error
 

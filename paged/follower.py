@@ -80,6 +80,7 @@ def _serve(link: Link) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store = reach_store(assignment.host, assignment.port, START_S)
+        link.send(None)
         # Rank 0 watches over exchanges; a limit here would count the time in which it is stopped.
         group = make_group(assignment.rank, assignment.size, store, device, assignment.host, None)
 

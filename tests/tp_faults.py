@@ -153,6 +153,17 @@ def cannot_load(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(engine_parts, "load_decoder", load)
 
 
+def cannot_meet(patch: pytest.MonkeyPatch) -> None:
+    """Another rank meets an error where the ranks form their group."""
+
+    def meet(rank: int, *args: Any) -> Any:
+        reach(rank)
+        raise RuntimeError("planted")
+
+    if __name__ == "__main__":
+        patch.setattr("paged.runner.ranks.make_group", meet)
+
+
 def slow_to_load(patch: pytest.MonkeyPatch) -> None:
     """Other ranks take their time to build their parts, and give signs of life."""
     from paged import engine_parts

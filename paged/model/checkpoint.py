@@ -171,7 +171,7 @@ def _parts_of(
         shape = expected.get(name, optional.get(name))
         if shape is None:
             violations.append(f"tensor {name} is not part of the model")
-        elif not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        elif not is_dense(tensor):
             violations.append(f"tensor {name} is no dense tensor with data, but {type(tensor).__name__}")
         elif tuple(tensor.shape) != shape:
             violations.append(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
@@ -184,6 +184,13 @@ def _parts_of(
     own = {target.untyped_storage().data_ptr() for target in targets.values()}
     safe = {name: t.clone() if t.untyped_storage().data_ptr() in own else t for name, t in chosen.items()}
     return (pair for name, tensor in safe.items() for pair in _parts(name, tensor, targets, cut))
+
+
+def is_dense(value: object) -> bool:
+    """Whether a value of a state dict is a tensor whose elements lie in memory, each at its place."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_meta and not value.is_nested
 
 
 def _is_ignored(name: str) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -26,6 +26,7 @@ from paged.core.plan import StepPlan, StepResult
 from paged.core.request import Request
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
+from paged.interrupts import DeferredInterrupt
 from paged.kernels.collectives import RankGroup
 from paged.runner.links import Failure, Link
 from paged.runner.payload import StepPayload
@@ -96,13 +97,17 @@ class Leader:
         device: this rank's.
         is_verifying: whether statements are compared.
         limit_s: seconds within which a rank must answer, a step on cards be computed, and an exchange on the CPU end.
-        num_threads: of torch in this process until the ranks end, as in theirs.
+        num_threads: of torch in this process until the ranks end, as in theirs. Of several engines the last one counts.
 
     Attributes:
         is_verifying: whether statements are compared.
         runner: this rank's, once it is built.
         failure: why the ranks have ended; None while they serve.
     """
+
+    # torch's number of threads is the process's: that of the latest leader alive; after the last, what the first found.
+    _live: ClassVar[dict[Leader, int]] = {}
+    _num_threads_before: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -114,16 +119,19 @@ class Leader:
         limit_s: float,
         num_threads: int,
     ) -> None:
-        self._num_threads_before = torch.get_num_threads()
-        torch.set_num_threads(num_threads)
         self.ranks = ranks
         self.is_verifying = is_verifying
         self.runner: TorchRunner | None = None
         self.failure: TPError | None = None
         self._limit_s = limit_s
+        self._process = os.getpid()
         self._ledger = Ledger()
         self._record: list[tuple[Any, ...]] = []
         self._watch = _Watch(ranks, group, device, limit_s)
+        if not self._live:
+            Leader._num_threads_before = torch.get_num_threads()
+        self._live[self] = num_threads
+        torch.set_num_threads(num_threads)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Samples of one request were queued."""
@@ -175,15 +183,23 @@ class Leader:
             ValueError: the weights are not the model's, or a rank can't read them; all ranks go on with the old ones.
             TPError: as for ``plan``.
         """
-        if not isinstance(weights, Path):
-            for rank, host in enumerate(self.ranks.hosts, 1):
-                if host != platform.node():
-                    raise ValueError(
-                        f"weights must be a checkpoint folder, not a state dict: rank {rank} is on another machine, "
-                        f"{host}"
-                    )
+        if isinstance(weights, Path):
+            self._load_together(weights, weights)
+            return
+        for rank, host in enumerate(self.ranks.hosts, 1):
+            if host != platform.node():
+                raise ValueError(
+                    f"weights must be a checkpoint folder, not a state dict: rank {rank} is on another machine, {host}"
+                )
+        # One look at the mapping: it may answer differently the next time. What fails here is no other rank's concern.
+        weights = dict(weights.items())
+        with shared_weights(weights) as shared:
+            self._load_together(weights, shared)
+
+    def _load_together(self, weights: Mapping[str, torch.Tensor] | Path, source: SharedWeights | Path) -> None:
+        """``load_weights`` of what the other ranks find at ``source``; a failure, but for a refusal, ends them."""
         try:
-            refusal = self._load_weights(weights)
+            refusal = self._refusal(weights, source)
         except BaseException as error:
             if (failure := self.fail(error)) is error:
                 raise
@@ -191,28 +207,20 @@ class Leader:
         if refusal is not None:
             raise refusal
 
-    def _load_weights(self, weights: Mapping[str, torch.Tensor] | Path) -> Exception | None:
+    def _refusal(self, weights: Mapping[str, torch.Tensor] | Path, source: SharedWeights | Path) -> Exception | None:
         assert self.runner is not None, "the engine is being built"
-        with contextlib.ExitStack() as stack:
-            source: SharedWeights | Path
-            if isinstance(weights, Path):
-                source = weights
-            else:
-                # One look at the mapping: it may answer differently the next time.
-                weights = dict(weights.items())
-                source = stack.enter_context(shared_weights(weights))
-            self._record.append(("load", source))
-            self._send(is_verified=False)
-            refusal: Exception | None = None
-            try:
-                # However long a checkpoint takes to read.
-                with self._watch.watching(is_limited=False):
-                    self.runner.load_weights(weights)
-            except Exception as error:
-                if is_exchange_error(error):
-                    raise
-                refusal = error
-            failures = [answer for answer in self.ranks.listen(self._limit_s) if isinstance(answer, Failure)]
+        self._record.append(("load", source))
+        self._send(is_verified=False)
+        refusal: Exception | None = None
+        try:
+            # However long a checkpoint takes to read.
+            with self._watch.watching(is_limited=False):
+                self.runner.load_weights(weights)
+        except Exception as error:
+            if is_exchange_error(error):
+                raise
+            refusal = error
+        failures = [answer for answer in self.ranks.listen(self._limit_s) if isinstance(answer, Failure)]
         if isinstance(refusal, RuntimeError):
             # Another rank's doing: what it says of a mistake is said here.
             return next((ValueError(failure.text) for failure in failures if failure.is_mistake), refusal)
@@ -245,18 +253,24 @@ class Leader:
         return found or error
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, but not from a copy of the process that made them. What was interrupted is made up for."""
+        if os.getpid() != self._process:
+            return
+        grace_s = 0.0
         if self.failure is None:
+            grace_s = LAST_WORDS_S
             with contextlib.suppress(TPError):
                 self._record.append(("leave",))
                 self._send(is_verified=False)
-            self._end(TPError("the engine is closed"), LAST_WORDS_S)
+        self._end(self.failure or TPError("the engine is closed"), grace_s)
 
     def _end(self, failure: TPError, grace_s: float = 0.0) -> None:
-        self.failure = failure
-        self._watch.stop()
-        self.ranks.end(grace_s)
-        torch.set_num_threads(self._num_threads_before)
+        with DeferredInterrupt():
+            self.failure = failure
+            self._watch.stop()
+            self.ranks.end(grace_s)
+            if self._live.pop(self, None) is not None:
+                torch.set_num_threads(next(reversed(self._live.values()), self._num_threads_before))
 
     def _exchange(self, plan: StepPlan | None) -> None:
         # Links have limits of their own.
@@ -338,9 +352,10 @@ class _Watch:
                 raise self._reason
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Watch no more. May be called again."""
         self._is_stopped = True
-        self._to_signals.send(b"\0")
+        with contextlib.suppress(OSError):
+            self._to_signals.send(b"\0")
         # A finalizer may run in any thread.
         if threading.current_thread() is not self._thread:
             self._thread.join()

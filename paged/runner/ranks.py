@@ -148,13 +148,21 @@ class Ranks:
             TPError: one of them is gone or takes nothing.
         """
         data = pack(message)
-        for rank, peer in enumerate(self._peers, 1):
-            try:
-                peer.link.send_bytes(data, limit_s)
-            except LinkClosedError as error:
-                raise self._loss(rank) from error
-            except TimeoutError as error:
-                raise _silence([rank], limit_s) from error
+        for rank in range(1, self.size):
+            self._send(rank, data, limit_s)
+
+    def tell_each(self, messages: Sequence[Any], limit_s: float) -> None:
+        """Send every other rank, in order, a message of its own; raises as ``tell``."""
+        for rank, message in enumerate(messages, 1):
+            self._send(rank, pack(message), limit_s)
+
+    def _send(self, rank: int, data: bytes, limit_s: float) -> None:
+        try:
+            self._peers[rank - 1].link.send_bytes(data, limit_s)
+        except LinkClosedError as error:
+            raise self._loss(rank) from error
+        except TimeoutError as error:
+            raise _silence([rank], limit_s) from error
 
     def hear(self, limit_s: float) -> list[Any]:
         """The next message of every other rank, in order.

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from paged.model.checkpoint import is_dense
+from paged.model.decoder import TORCH_DTYPES
+
 # Where a tensor begins: a multiple of every element's size.
 _ALIGNMENT = 64
 
@@ -30,7 +33,7 @@ class SharedWeights:
 
     Attributes:
         path: of the memory, as a file.
-        places: of the tensors by name; None for what was no dense tensor, and is None for the others as well.
+        places: of the tensors by name; None for what no model takes, by its kind or dtype, and the others get None too.
     """
 
     path: str
@@ -52,7 +55,7 @@ def shared_weights(weights: Mapping[str, torch.Tensor]) -> Iterator[SharedWeight
     places: dict[str, _Place | None] = {}
     size = 0
     for name, tensor in weights.items():
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+        if is_dense(tensor) and tensor.dtype in TORCH_DTYPES.values():
             places[name] = _Place(size, tuple(tensor.shape), tensor.dtype)
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -10,15 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import tp_faults
-from paged import Engine, SamplingParams
+from paged import Engine, SamplingParams, engine_ranks
 from paged.core.agreement import TPDesyncError, TPError
+from paged.core.policy import Fifo
 from paged.runner import ranks
 from paged.sim.replay import replay
 from tp_tools import is_there, pids, save_model, state_dict, tp_engine
@@ -280,6 +285,43 @@ def test_loading_is_watched_over_and_needs_one_machine_for_a_state_dict(
     assert len(tokens(engine)) == len(PROMPTS)
 
 
+class Evil(dict[str, torch.Tensor]):
+    """A mapping that does not let anybody look."""
+
+    def items(self) -> Any:
+        raise RuntimeError("planted")
+
+
+def no_room(name: str) -> int:
+    raise OSError(errno.ENOSPC, "planted")
+
+
+def test_weights_that_rank_0_cannot_pass_on_leave_all_ranks_as_they_were(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = plant(None)
+    # The third is drawn anew each time.
+    expected = tokens(engine)[:2]
+    good = state_dict(seed=2)
+    name, tensor = next(iter(good.items()))
+    # Their kinds are on their way out of torch, which warns.
+    with warnings.catch_warnings(action="ignore"):
+        quantized = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+        nested = torch.nested.nested_tensor([tensor])
+    for wrong, said in ((quantized, "has dtype torch.qint8, not one of"), (nested, "is no dense tensor with data")):
+        with pytest.raises(ValueError, match=f"tensor {name} {said}"):
+            engine.load_weights({**good, name: wrong})
+    with pytest.raises(RuntimeError, match=r"^planted$"):
+        engine.load_weights(Evil(good))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", no_room)
+        with pytest.raises(OSError, match="planted"):
+            engine.load_weights(good)
+    assert tokens(engine)[:2] == expected
+    assert engine.load_weights(good) == 1
+    assert tokens(engine)[:2] != expected
+
+
 def test_a_closed_engine_takes_no_requests(plant: Plant) -> None:
     engine = plant(None)
     engine.add_request(PROMPTS[0], PARAMS[0], "first")
@@ -312,6 +354,27 @@ def test_a_rank_that_cannot_begin(plant: Plant) -> None:
         plant("dies_at_once")
 
 
+def test_what_a_rank_cannot_read_is_told_at_once(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ModuleType("only_here")
+    here.Mine = type("Mine", (Fifo,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", here)
+    start_s = time.monotonic()
+    with pytest.raises(TPError, match=r"^rank 1 failed: ModuleNotFoundError: No module named 'only_here'$"):
+        plant(None, policy=here.Mine())
+    assert time.monotonic() - start_s < ranks.START_S / 2
+
+
+def test_a_rank_that_fails_before_there_is_a_group_is_named(
+    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_store = engine_ranks.serve_store
+    monkeypatch.setattr(engine_ranks, "serve_store", lambda host, limit_s: serve_store(host, 2))
+    monkeypatch.setattr(ranks, "START_S", 2)
+    with pytest.raises(TPError, match=r"^rank 1 failed: RuntimeError: planted$"):
+        plant("cannot_meet")
+    assert reached(tmp_path) == {"rank1"}
+
+
 def test_the_pool_is_the_least_that_any_rank_has_room_for(plant: Plant, folder: Path, tmp_path: Path) -> None:
     engine = plant("less_room", num_blocks=None)
     assert reached(tmp_path) == {"rank1"}
@@ -332,6 +395,57 @@ def test_ctrl_c_falls_between_steps_and_the_ranks_serve_on(plant: Plant) -> None
     assert not engine.has_unfinished
     seeded = engine.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
     assert [result.outputs[0].token_ids for result in seeded] == expected[:2]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_copy_of_the_process_ends_no_ranks(plant: Plant) -> None:
+    engine = plant(None)
+    expected = tokens(engine)[:2]
+    if (pid := os.fork()) == 0:
+        engine.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0) == (pid, 0)
+    assert all(map(is_there, pids(engine)))
+    assert tokens(engine)[:2] == expected
+
+
+def test_ctrl_c_waits_until_the_ranks_have_ended(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = plant(None)
+    assert engine._leader is not None
+    end = engine._leader.ranks.end
+    # It can't leave by itself.
+    os.kill(pids(engine)[0], signal.SIGSTOP)
+
+    def pressed(grace_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        end(grace_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._leader.ranks, "end", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert_ended(engine)
+
+
+@pytest.mark.parametrize("moment", ["_watch.stop", "ranks.end"])
+def test_closing_that_was_interrupted_can_be_repeated(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    engine = plant(None)
+    owner, _, name = moment.partition(".")
+    # It can't leave by itself.
+    os.kill(pids(engine)[0], signal.SIGSTOP)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(engine._leader, owner), name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert all(map(is_there, pids(engine)))
+    engine.close()
+    assert_ended(engine)
 
 
 SCRIPT = """

@@ -17,7 +17,7 @@ from paged.core.agreement import Ledger, TPError
 from paged.core.plan import StepResult
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams
-from paged.runner.consensus import _Watch, note_commit
+from paged.runner.consensus import Leader, _Watch, note_commit
 from paged.runner.links import Failure, Link, pack
 from paged.runner.payload import PromptScore, StepPayload, Stop
 from paged.runner.ranks import Ranks, _Peer
@@ -49,6 +49,14 @@ def test_what_the_library_says_is_no_reason(pair: tuple[Ranks, Link]) -> None:
     ranks, other = pair
     other.send(Failure("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection reset", is_mistake=False))
     assert str(ranks.cause(RuntimeError("Gloo failed"), 1)) == "the ranks have lost each other in a step"
+
+
+def test_a_rank_that_is_gone_is_told_as_one_whatever_is_said_to_it(pair: tuple[Ranks, Link]) -> None:
+    ranks, other = pair
+    other.close()
+    for say in (lambda: ranks.tell(1, 1), lambda: ranks.tell_each([1], 1)):
+        with pytest.raises(TPError, match=r"^rank 1 is gone$"):
+            say()
 
 
 @pytest.mark.parametrize("kind", ["closes", "silent", "wrong"])
@@ -119,6 +127,24 @@ def test_on_cards_a_step_has_a_limit(pair: tuple[Ranks, Link]) -> None:
     with pytest.raises(TPError, match=said), watch.watching(is_limited=True):
         assert card.aborted.wait(5)
     watch.stop()
+
+
+def test_engines_that_overlap_leave_the_number_of_threads_as_it_was() -> None:
+    def lead(num_threads: int) -> Leader:
+        card: Any = Card()
+        return Leader(Ranks([]), card, torch.device("cpu"), is_verifying=True, limit_s=1, num_threads=num_threads)
+
+    before = torch.get_num_threads()
+    first, second = lead(before + 1), lead(before + 2)
+    assert torch.get_num_threads() == before + 2
+    first.close()
+    first.close()
+    assert torch.get_num_threads() == before + 2, "the second one's"
+    third = lead(before + 3)
+    third.close()
+    assert torch.get_num_threads() == before + 2, "the second one's again"
+    second.close()
+    assert torch.get_num_threads() == before
 
 
 REQUEST = Request("a", 0, Prompt([3, 1]), SamplingParams(), seed=1, max_tokens=7)
