@@ -117,14 +117,21 @@ def causal_mask_off_by_one(fault: Fault) -> None:
 def rope_restarts_each_step(fault: Fault) -> None:
     @fault.replaces(Layer, "forward")
     def forward(
-        original: Any, self: Layer, x_TN: Tensor, cos_TD: Tensor, sin_TD: Tensor, layout: BatchLayout, cache: Any
-    ) -> Tensor:
+        original: Any,
+        self: Layer,
+        x_TN: Tensor,
+        delta_TN: Any,
+        cos_TD: Tensor,
+        _: Tensor,
+        layout: BatchLayout,
+        cache: Any,
+    ) -> tuple[Tensor, Tensor]:
         if any(layout.starts):
             fault.reach()
         spec = self.attention.spec
         within_T = torch.cat([torch.arange(length) for length in layout.lengths])
         tables = rope_tables(int(within_T.max()) + 1, spec.head_dim, spec.rope_theta, dtype=cos_TD.dtype)
-        return original(self, x_TN, *(table[within_T] for table in tables), layout, cache)
+        return original(self, x_TN, delta_TN, *(table[within_T] for table in tables), layout, cache)
 
 
 def fp8_not_dequantized(fault: Fault) -> None:
@@ -332,9 +339,9 @@ def rows_batched(fault: Fault) -> None:
     """What would be tiles of a fixed number of rows is one call."""
 
     @fault.replaces(linear_module, "_in_row_tiles")
-    def in_one_call(original: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Any, num_rows: int, product: Any) -> Tensor:
+    def in_one_call(original: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Any, num_rows: int) -> Tensor:
         fault.reach()
-        return product(x_TK, weight_NK, bias_N)
+        return F.linear(x_TK, weight_NK, bias_N)
 
 
 def lm_head_batched(fault: Fault) -> None:
