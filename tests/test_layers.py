@@ -50,7 +50,8 @@ RULES: dict[str, Rule] = {
     "paged.conf": Rule(("paged.conf",), ()),
     "paged.kernels": Rule(("paged.kernels",), ("torch", "triton", "numpy")),  # numpy: indices made on the host
     "paged.model": Rule(("paged.core", "paged.kernels", "paged.model")),
-    "paged.runner": Rule(("paged.core", "paged.kernels", "paged.model", "paged.runner")),
+    # A leaf: when an interruption may fall.
+    "paged.runner": Rule(("paged.core", "paged.kernels", "paged.model", "paged.runner", "paged.interrupts")),
     "paged.step_log": Rule(("paged.core", "paged.step_log"), ()),
     "paged.engine": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.engine_parts": Rule((*BELOW_THE_ENGINE, *ENGINE)),
