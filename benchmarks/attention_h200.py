@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from card_times import graph_us
 
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import LayerCache, store
@@ -31,27 +30,6 @@ INVARIANT = Numerics()
 DEVICE = "cuda"
 DECODES = ((64, 1024), (64, 4096), (256, 1024), (8, 16384), (1, 40960))
 SHAPES = ((32, 8, 128), (16, 8, 128), (4, 4, 64), (4, 2, 64), (8, 2, 64), (8, 1, 128), (16, 2, 64))
-
-
-def graph_us(calls: list[Callable[[], Any]], replays: int = 12) -> tuple[float, float]:
-    """Least and median microseconds of one call, each replay of a CUDA graph making all of them in turn."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return min(times), statistics.median(times)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from card_times import graph_us
 
 from paged.kernels import activation, gemm_dispatch, moe, norm, rope
 from paged.kernels.gemm import Tiling, gemm, tiling_for
@@ -107,27 +108,8 @@ def matrix_rate() -> float:
 
 
 def microseconds(calls: Sequence[Callable[[], object]], replays: int = 5) -> float:
-    """The median time of a call of a CUDA graph that makes all ``calls`` in turn, one replay after another."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    # The clocks take some milliseconds to rise.
-    start_s = time.monotonic()
-    while time.monotonic() - start_s < 0.01:
-        graph.replay()
-        torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times)[len(times) // 2]
+    """The median time of a call, at clocks that have risen."""
+    return graph_us(calls, replays, settle_s=0.01)[1]
 
 
 def rotated(num_columns: int, inner_size: int) -> list[torch.Tensor]:

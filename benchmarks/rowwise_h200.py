@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from card_times import graph_us
 
 from paged.kernels import activation, norm, rope
 
@@ -100,26 +101,6 @@ def bits(count: int = 130) -> dict[str, dict[str, float]]:
     return found
 
 
-def microseconds(calls: list[Callable[[], object]]) -> float:
-    """The median time of a call of a CUDA graph that makes all ``calls`` in turn."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times)[len(times) // 2]
-
-
 def times() -> list[dict[str, object]]:
     """Each operation for each model and number of rows."""
     results = []
@@ -127,7 +108,7 @@ def times() -> list[dict[str, object]]:
         for model in MODELS:
             for num_rows in ROWS:
                 sets = [inputs(name, num_rows, model, torch.bfloat16, seed) for seed in range(16)]
-                us = microseconds([lambda r=r, w=w: operation(*r, *w) for r, w in sets])  # noqa: B023
+                us = graph_us([lambda r=r, w=w: operation(*r, *w) for r, w in sets], replays=7)[1]  # noqa: B023
                 rowed, weights = sets[0]
                 moved = sum(x.numel() for x in (*rowed, *weights, *operation(*rowed, *weights))) * 2
                 moved -= rowed[1].numel() * 2 if name == "plain_norm" else 0

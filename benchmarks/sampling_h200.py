@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import triton
-from attention_h200 import graph_us, read_bandwidth
+from attention_h200 import read_bandwidth
+from card_times import graph_us
 
 from paged.kernels.sampling import SamplingColumns, sample, sample_by_torch, token_logprobs
 

@@ -89,10 +89,7 @@ class _DecodeTiles:
 
 
 def _decode_groups(layout: BatchLayout) -> tuple[_DecodeGroup, ...]:
-    groups = layout._derived.get("groups")
-    if groups is None:
-        groups = layout._derived["groups"] = tuple(_make_decode_groups(layout))
-    return groups
+    return layout.derived("groups", lambda: tuple(_make_decode_groups(layout)))
 
 
 def _make_decode_groups(layout: BatchLayout) -> list[_DecodeGroup]:
@@ -115,10 +112,7 @@ def _decode_tiles(
     layout: BatchLayout, group: _DecodeGroup, num_kv_heads: int, numerics: Numerics
 ) -> tuple[_DecodeTiles, ...]:
     key = (group.index, num_kv_heads, numerics.kv_tile, numerics.kv_split)
-    known = layout._derived.get(key)
-    if known is None:
-        known = layout._derived[key] = tuple(_make_decode_tiles(layout, group, num_kv_heads, numerics))
-    return known
+    return layout.derived(key, lambda: tuple(_make_decode_tiles(layout, group, num_kv_heads, numerics)))
 
 
 def _make_decode_tiles(
@@ -293,15 +287,16 @@ def _read_tiles(
     cache: LayerCache, layout: BatchLayout, b: int, end: int, size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of positions 0 .. end - 1 of sequence b as contiguous tiles [tiles, K, size, D]."""
-    rows = layout._derived.get(("chunk", b, size, cache.num_kv_heads))
     num_tiles = -(-end // size)
-    if rows is None:
+
+    def make_rows() -> torch.Tensor:
         device = layout.positions_T.device
         # As for decode: what lies beyond the end is the last key again.
         position_SP = torch.arange(num_tiles * size, device=device).clamp_max(end - 1).view(num_tiles, size)
         sequence_S = torch.full((num_tiles,), b, device=device)
-        rows = layout.key_rows(sequence_S, position_SP, cache.num_kv_heads).flatten()
-        layout._derived[("chunk", b, size, cache.num_kv_heads)] = rows
+        return layout.key_rows(sequence_S, position_SP, cache.num_kv_heads).flatten()
+
+    rows = layout.derived(("chunk", b, size, cache.num_kv_heads), make_rows)
     shape = (num_tiles, cache.num_kv_heads, size, cache.head_dim)
     return read_keys(cache, rows, dtype).view(shape), read_values(cache, rows, dtype).view(shape)
 
@@ -316,14 +311,14 @@ def _decode_fast(
 ) -> torch.Tensor:
     num_rows, num_kv_heads, _, head_dim = q_NKGD.shape
     longest = group.contexts[0]
-    known = layout._derived.get(("padded", group.index, num_kv_heads))
-    if known is None:
+
+    def make_rows() -> tuple[torch.Tensor, torch.Tensor | None]:
         position_P = torch.arange(longest, device=q_NKGD.device)
         last_N1 = group.contexts_N[:, None] - 1
         rows = layout.key_rows(group.sequences, position_P.minimum(last_N1), num_kv_heads).flatten()
-        visible = None if group.contexts[-1] == longest else (position_P <= last_N1)[:, None, None]
-        known = layout._derived[("padded", group.index, num_kv_heads)] = (rows, visible)
-    rows, visible = known
+        return rows, None if group.contexts[-1] == longest else (position_P <= last_N1)[:, None, None]
+
+    rows, visible = layout.derived(("padded", group.index, num_kv_heads), make_rows)
     shape = (num_rows, num_kv_heads, longest, head_dim)
     key, value = (read(cache, rows, q_NKGD.dtype).view(shape) for read in (read_keys, read_values))
     # The heads that share a kv head stand where a single row leaves the query dimension free.

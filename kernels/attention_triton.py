@@ -188,11 +188,7 @@ def chunk_attention(
 
 
 def _decode_work(layout: BatchLayout, numerics: Numerics) -> DecodeWork | None:
-    key = ("splits", numerics.kv_split)
-    if key not in layout._derived:
-        layout._derived[key] = _make_decode_work(layout, numerics.kv_split)
-    work: DecodeWork | None = layout._derived[key]
-    return work
+    return layout.derived(("splits", numerics.kv_split), lambda: _make_decode_work(layout, numerics.kv_split))
 
 
 def _make_decode_work(layout: BatchLayout, split: int) -> DecodeWork | None:

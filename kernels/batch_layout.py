@@ -6,12 +6,14 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +39,7 @@ class BatchLayout:
     last_rows_B: torch.Tensor
     block_tables_BN: torch.Tensor
     block_size: int
-    # Index tensors derived from the above on first use, because every layer asks for the same.
-    _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -88,6 +89,13 @@ class BatchLayout:
         """Rows of the step, T."""
         return self.offsets[-1] + self.lengths[-1]
 
+    def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What ``make`` makes of the layout, made once for each ``key``, because every layer asks for the same."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        made: Made = self._derived[key]
+        return made
+
     def key_rows(self, sequence_N: torch.Tensor, position_NP: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Rows of a cache seen as [cells * K, D]: int64 [N, K, P] for P positions of each of N sequences."""
         block_NP = self.block_tables_BN[sequence_N[:, None], position_NP // self.block_size].to(torch.int64)
@@ -101,16 +109,15 @@ class BatchLayout:
         A tile: sequence, first row of the step, number of rows, position of the first. Those with most keys come first,
         so that the card is not left waiting for one that started last.
         """
-        key = ("tiles", num_positions)
-        if key not in self._derived:
-            length_B = np.asarray(self.lengths)
-            count_B = np.where(length_B > 1, -(-length_B // num_positions), 0)
-            sequence_N = np.repeat(np.arange(length_B.size), count_B)
-            skipped_N = (np.arange(sequence_N.size) - (np.cumsum(count_B) - count_B)[sequence_N]) * num_positions
-            size_N = np.minimum(length_B[sequence_N] - skipped_N, num_positions)
-            position_N = np.asarray(self.starts)[sequence_N] + skipped_N
-            columns = (sequence_N, np.asarray(self.offsets)[sequence_N] + skipped_N, size_N, position_N)
-            host = np.column_stack(columns)[np.argsort(-position_N, kind="stable")].astype(np.int32)
-            self._derived[key] = torch.from_numpy(host).to(self.positions_T.device)
-        tiles_N4: torch.Tensor = self._derived[key]
-        return tiles_N4
+        return self.derived(("tiles", num_positions), lambda: self._make_chunk_tiles(num_positions))
+
+    def _make_chunk_tiles(self, num_positions: int) -> torch.Tensor:
+        length_B = np.asarray(self.lengths)
+        count_B = np.where(length_B > 1, -(-length_B // num_positions), 0)
+        sequence_N = np.repeat(np.arange(length_B.size), count_B)
+        skipped_N = (np.arange(sequence_N.size) - (np.cumsum(count_B) - count_B)[sequence_N]) * num_positions
+        size_N = np.minimum(length_B[sequence_N] - skipped_N, num_positions)
+        position_N = np.asarray(self.starts)[sequence_N] + skipped_N
+        columns = (sequence_N, np.asarray(self.offsets)[sequence_N] + skipped_N, size_N, position_N)
+        host = np.column_stack(columns)[np.argsort(-position_N, kind="stable")].astype(np.int32)
+        return torch.from_numpy(host).to(self.positions_T.device)

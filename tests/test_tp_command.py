@@ -21,15 +21,15 @@ from paged.runner import launched, ranks
 from tp_tools import QWEN3, is_there, pids, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 GREEDY = ("device=cpu", "dtype=float32", "workload.num_prompts=3", "sampling.n=1", "sampling.temperature=0")
 SHORT = (*GREEDY, "sampling.max_tokens=12")
 
 
 def run(folder: Path, *overrides: str, code: int = 0, launcher: tuple[str, ...] = ()) -> tuple[str, str]:
     """`python -m paged run` in a process of its own; its two outputs."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "-m", "paged", "run", f"hydra.run.dir={folder}", *overrides]
-    done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
@@ -259,35 +259,43 @@ def test_ctrl_c_in_the_step_that_finishes_a_sample_keeps_it(
     assert counted == pytest.approx(len(tokens_of(single)[key]))
 
 
-def test_time_in_which_rank_0_is_stopped_does_not_count(tmp_path: Path) -> None:
-    """Ctrl-Z for longer than tp_timeout_s, and fg."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = ("tp=2", "tp_timeout_s=2", "device=cpu", "workload.num_prompts=40", f"hydra.run.dir={tmp_path / 'run'}")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paged", "run", *options],
-        cwd=tmp_path,
-        env=environment,
+def started_run(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """`python -m paged run` into ``folder``, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "paged", "run", *overrides, f"hydra.run.dir={folder}"],
+        cwd=folder.parent,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    steps = tmp_path / "run" / "steps.jsonl"
 
-    def wait_for(number: int) -> None:
-        deadline = time.monotonic() + 60
-        while not steps.is_file() or steps.read_text().count('"commit"') < number:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
+def num_commits(folder: Path) -> int:
+    steps = folder / "steps.jsonl"
+    return steps.read_text().count('"commit"') if steps.is_file() else 0
+
+
+def wait_for_commits(process: subprocess.Popen[str], folder: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while num_commits(folder) < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_time_in_which_rank_0_is_stopped_does_not_count(tmp_path: Path) -> None:
+    """Ctrl-Z for longer than tp_timeout_s, and fg."""
+    folder = tmp_path / "run"
+    process = started_run(folder, "tp=2", "tp_timeout_s=2", "device=cpu", "workload.num_prompts=40")
     try:
-        wait_for(3)
+        wait_for_commits(process, folder, 3)
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(4)
-        before = steps.read_text().count('"commit"')
+        before = num_commits(folder)
         os.kill(process.pid, signal.SIGCONT)
-        wait_for(before + 5)
+        wait_for_commits(process, folder, before + 5)
         os.kill(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=30)
     finally:
@@ -297,22 +305,9 @@ def test_time_in_which_rank_0_is_stopped_does_not_count(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_all_ranks_after_a_step(tmp_path: Path) -> None:
     """As a terminal sends it: to the whole process group."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = ("tp=2", "device=cpu", "workload.num_prompts=100", f"hydra.run.dir={tmp_path / 'run'}")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paged", "run", *options],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    steps = tmp_path / "run" / "steps.jsonl"
-    while not steps.is_file() or steps.read_text().count('"commit"') < 3:
-        assert time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)
+    folder = tmp_path / "run"
+    process = started_run(folder, "tp=2", "device=cpu", "workload.num_prompts=100")
+    wait_for_commits(process, folder, 3)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert children
     os.killpg(process.pid, signal.SIGINT)

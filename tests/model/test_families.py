@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_tools import random_prompt
+from memory_tools import memory_of_loading, needs_memory_counts
 from oracles import FAMILIES, ContiguousDecoder, random_folder, raw_greedy, raw_logits, read_folder
 from paged import Engine, SamplingParams
 from paged.core.model_spec import ModelSpec
@@ -271,35 +269,13 @@ def test_no_more_than_one_tensor_is_alive_beside_the_model(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's count of anonymous memory")
+@needs_memory_counts
 @pytest.mark.parametrize("fused_experts", [False, True])
 def test_anonymous_memory_is_the_model_and_one_tensor(tmp_path: Path, fused_experts: bool) -> None:
     """In a process of its own: the peak of anonymous memory while 200 MB of fp32 are loaded as bf16."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_experts": 8, "vocab_size": 2000}
     folder = random_folder("olmoe", tmp_path, fused_experts=fused_experts, num_hidden_layers=6, **sizes)
-    program = """
-import sys, threading, time, torch
-from paged.kernels.numerics import Numerics
-from paged.model.checkpoint import load_decoder
-def anonymous():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-peak, done = 0, False
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-before = anonymous()
-watcher = threading.Thread(target=watch)
-watcher.start()
-decoder = load_decoder(sys.argv[1], numerics=Numerics(), dtype=torch.bfloat16)
-done = True
-watcher.join()
-print(peak - before, sum(p.numel() * p.element_size() for p in decoder.parameters()))
-"""
-    done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True)
-    growth, model_bytes = map(int, done.stdout.split())
+    growth, model_bytes = memory_of_loading(folder)
     assert model_bytes > 80e6
     largest = max(tensor.numel() * 4 for tensor in read_folder(folder)[1].values())
     assert growth < model_bytes + largest + 24e6

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from memory_tools import memory_of_loading, needs_memory_counts
 from oracles import random_folder, read_folder
 from paged.core.model_spec import ModelSpec
 from paged.kernels.collectives import RankGroup
@@ -211,45 +209,16 @@ def test_parts_are_not_taken_for_the_whole(rank_pool: RankPool, tmp_path: Path) 
 
 # Memory
 
-MEASURE = """
-import sys, threading, time, torch
-from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.numerics import Numerics
-from paged.model.checkpoint import load_decoder
-def anonymous():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-peak, done = 0, False
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-# Loading exchanges nothing, so the other ranks need not be there.
-group = SINGLE if size == 1 else RankGroup(rank, size, object())
-before = anonymous()
-watcher = threading.Thread(target=watch)
-watcher.start()
-decoder = load_decoder(folder, numerics=Numerics(), group=group, dtype=torch.bfloat16)
-done = True
-watcher.join()
-print(peak - before)
-"""
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's count of anonymous memory")
+@needs_memory_counts
 def test_a_ranks_memory_is_a_third_of_the_whole_at_most(tmp_path: Path) -> None:
     """In processes of their own: the peak of anonymous memory while 490 MiB of fp32 are loaded as bf16."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 25_850}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     folder = random_folder("qwen3", tmp_path, **sizes, **heads)
     assert (folder / "model.safetensors").stat().st_size == pytest.approx(490 * 2**20, rel=0.05)
-    peaks = {}
-    for rank, size in ((0, 1), (2, 4)):
-        command = [sys.executable, "-c", MEASURE, str(folder), str(rank), str(size)]
-        peaks[size] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    peaks = {size: memory_of_loading(folder, rank, size)[0] for rank, size in ((0, 1), (2, 4))}
     print({size: f"{peak / 2**20:.0f} MiB" for size, peak in peaks.items()})
     assert peaks[1] > 230 * 2**20
     assert peaks[4] <= peaks[1] / 3
