@@ -143,7 +143,7 @@ def record_logits(engine: Engine) -> Logits:
 
     def record(plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> None:
         for row, logits_V in zip(rows, logits_RV, strict=True):
-            key = runner_of(engine)._state(plan.slots[row]).request.key
+            key = runner_of(engine).slots.state(plan.slots[row]).request.key
             logits.setdefault(key, {})[plan.starts[row] + plan.lengths[row]] = logits_V.clone()
 
     spy_on_logits(engine, record)
@@ -156,7 +156,7 @@ def spoil_logits(engine: Engine, request_id: str, from_position: int = 0) -> Non
     def spoil(plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> torch.Tensor:
         spoiled_RV = logits_RV.clone()
         for index, row in enumerate(rows):
-            request = runner_of(engine)._state(plan.slots[row]).request
+            request = runner_of(engine).slots.state(plan.slots[row]).request
             if request.id == request_id and plan.starts[row] + plan.lengths[row] >= from_position:
                 spoiled_RV[index, index % logits_RV.shape[1]] = torch.nan
         return spoiled_RV
@@ -299,7 +299,7 @@ def script_logits(engine: Engine, texts: Mapping[str, Sequence[int]]) -> None:
     def write(plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> torch.Tensor:
         written_RV = logits_RV.clone()
         for index, row in enumerate(rows):
-            request = runner_of(engine)._state(plan.slots[row]).request
+            request = runner_of(engine).slots.state(plan.slots[row]).request
             if request.id in texts:
                 place = plan.starts[row] + plan.lengths[row] - len(request.prompt)
                 script = texts[request.id]

@@ -37,7 +37,7 @@ from paged.model import checkpoint as checkpoint_module
 from paged.model import layers as layers_module
 from paged.model.layers import Layer, Linear
 from paged.runner import runner as runner_module
-from paged.runner.runner import TorchRunner
+from paged.runner.slots import SlotState, SlotTables
 
 
 class Fault:
@@ -306,12 +306,13 @@ def truncated_logprob(fault: Fault) -> None:
 
 
 def stop_token_ids_ignored(fault: Fault) -> None:
-    @fault.replaces(TorchRunner, "_start")
-    def start(original: Any, self: TorchRunner, started: Started) -> None:
-        original(self, started)
+    @fault.replaces(SlotTables, "_state_of")
+    def state_of(original: Any, self: SlotTables, started: Started) -> SlotState:
+        state: SlotState = original(self, started)
         if started.request.params.stop_token_ids:
             fault.reach()
-        self._state(started.slot).stop_ids = self._eos
+        state.stop_ids = self._eos
+        return state
 
 
 def nan_check_removed(fault: Fault) -> None:

@@ -33,15 +33,12 @@ def seed_by_rank(patch: pytest.MonkeyPatch) -> None:
     def wrapped(self: Any, plan: Any, rows: Any, logits_RV: Any) -> Any:
         rank = self.decoder.group.rank
         reach(rank)
-        for state in self._slots:
-            if state is not None and rank:
-                object.__setattr__(state.request, "seed", state.request.seed ^ rank)
+        seeds_S = self.slots._sampling_5S[1]
+        seeds_S ^= rank
         try:
             return sample(self, plan, rows, logits_RV)
         finally:
-            for state in self._slots:
-                if state is not None and rank:
-                    object.__setattr__(state.request, "seed", state.request.seed ^ rank)
+            seeds_S ^= rank
 
     patch.setattr(TorchRunner, "_sample", wrapped)
 

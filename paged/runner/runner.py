@@ -1,18 +1,17 @@
-"""Executes plans with torch: keeps each slot's tokens, blocks and sampling state, runs the model and samples."""
+"""Executes plans with torch: brings the slots up to each, runs the model, samples, and reports what came."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from paged.core.plan import SAMPLE, SCORE, Started, StepPlan, StepResult
-from paged.core.request import Request, SamplingParams
+from paged.core.plan import SAMPLE, SCORE, StepPlan, StepResult
+from paged.core.request import Request
 from paged.kernels import vocab_parallel
 from paged.kernels.attention import BatchLayout
 from paged.kernels.linear import is_canonical
@@ -30,47 +29,65 @@ from paged.model.checkpoint import update_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.payload import PromptScore, StepPayload, Stop, TopLogprobs
-from paged.runner.text import TextStream, Tokenizer
+from paged.runner.slots import LIMITS, Asks, SlotState, SlotTables
+from paged.runner.step_graphs import StepGraphs, can_graph
+from paged.runner.text import Tokenizer
+from paged.runner.transfers import DeviceClock, StepTimer, download, download_all, upload
 
 # Rows of full-vocabulary logits that scoring a prompt holds at a time.
 SCORE_ROWS = 64
 
-UNTRUNCATED = SamplingParams(temperature=0)
-
 LogitsObserver = Callable[[StepPlan, Sequence[int], torch.Tensor], None]
 
 
-@dataclass(slots=True)
-class _Slot:
-    """What the runner remembers of the sequence in a slot."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Score:
+    """Log-probabilities of some prompt tokens of one plan row, on their way to the host.
 
+    Attributes:
+        row: of the plan.
+        request: whose prompt it is.
+        first: position of the first token.
+        token_ids: the prompt's tokens.
+        logprobs_N: of these.
+        tops: ids and log-probabilities [N, K] of the likeliest tokens at each position, if they were asked for.
+    """
+
+    row: int
     request: Request
-    stop_ids: frozenset[int]
-    stream: TextStream | None = None
-    counts: _TokenCounts | None = None
-
-    @property
-    def seed_bits(self) -> int:
-        """The seed as the signed number with the same 64 bits, which is what torch can hold."""
-        return self.request.seed if self.request.seed < 2**63 else self.request.seed - 2**64
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the likeliest token and its log-probability are all that is wanted of the raw logits."""
-        params = self.request.params
-        return params.is_greedy and self.counts is None and not params.biases and params.logprobs is None
+    first: int
+    token_ids: Sequence[int]
+    logprobs_N: torch.Tensor
+    tops: tuple[torch.Tensor, ...] | None
 
 
-@dataclass(slots=True)
-class _TokenCounts:
-    """For penalties: how often the output holds each token (int32 [V]), and whether the prompt does (bool [V])."""
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step that was handed to the device; its tensors are read once that is done.
 
-    output_V: torch.Tensor
-    prompt_V: torch.Tensor
+    Attributes:
+        plan: what is computed.
+        timer: when.
+        rows: of the plan, those that sample.
+        states: of their sequences.
+        nan_B: plan rows whose last hidden state is not finite.
+        sampled: tokens, log-probabilities, log-probabilities after truncation and NaN flags of ``rows``.
+        tops: places in ``rows``, how many alternatives each wants, and ids and log-probabilities of the likeliest.
+        scores: of prompts.
+    """
+
+    plan: StepPlan
+    timer: StepTimer
+    rows: Sequence[int]
+    states: Sequence[SlotState]
+    nan_B: torch.Tensor
+    sampled: tuple[torch.Tensor, ...] = ()
+    tops: tuple[Sequence[int], Sequence[int], torch.Tensor, torch.Tensor] | None = None
+    scores: list[_Score] = field(default_factory=list)
 
 
 class TorchRunner:
-    """An ``Executor`` that computes on one device, each plan as soon as it is submitted.
+    """An ``Executor`` that computes on one device; ``submit`` hands a step to it, ``collect`` waits for the oldest.
 
     Of a decoder that is cut over ranks every rank has a runner, and all are given the same plans. Rows of logits are
     gathered where their distribution is needed whole; for a plain greedy row or a score a few bytes are exchanged.
@@ -86,6 +103,7 @@ class TorchRunner:
     Attributes:
         observe_logits: called in every step with the plan, the plan rows that sample and their raw logits [R, V],
             which it must not change; for experiments and tests. Set on all ranks or on none.
+        graphs: CUDA graphs of whole steps, once ``warm_up`` has made them; None where steps are launched one by one.
     """
 
     def __init__(
@@ -100,24 +118,28 @@ class TorchRunner:
     ) -> None:
         self.decoder = decoder
         self.cache = cache
-        self.tokenizer = tokenizer
         self.device = cache.device
-        self._eos = frozenset(eos_token_ids)
-        self._slots: list[_Slot | None] = [None] * max_num_seqs
-        # The last token sampled is stored, though never fed back.
-        self._tokens = np.zeros((max_num_seqs, max_seq_len + 1), dtype=np.int64)
-        self._blocks = np.zeros((max_num_seqs, -(-max_seq_len // cache.block_size)), dtype=np.int32)
-        self._num_blocks = [0] * max_num_seqs
-        self._results: deque[StepResult] = deque()
+        self.slots = SlotTables(
+            max_num_seqs=max_num_seqs,
+            max_seq_len=max_seq_len,
+            block_size=cache.block_size,
+            vocab_size=decoder.spec.vocab_size,
+            eos_token_ids=eos_token_ids,
+            tokenizer=tokenizer,
+            device=self.device,
+        )
+        self.graphs: StepGraphs | None = None
         self.observe_logits: LogitsObserver | None = None
         self.weight_version = 0
+        self._steps: deque[_Step] = deque()
+        self._clock = DeviceClock(self.device)
 
     @torch.inference_mode()
     def warm_up(self, max_step_tokens: int) -> None:
         """Run one token through everything, so that the first step does not pay for the libraries' first calls.
 
         On a card the library's products of up to ``max_step_tokens`` rows are compared with ours, which takes seconds
-        the first time. Writes into block 0, which nobody can hold yet.
+        the first time, and steps of decodes become graphs. Writes into block 0, which nobody can hold yet.
         """
         layout = BatchLayout.build([0], [1], [[0]], self.cache.block_size, self.device)
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -128,76 +150,116 @@ class TorchRunner:
                 hidden_TD = self.decoder(token_T, layout, self.cache)
             with gemm_dispatch.recorded() as head_products:
                 logits_RV = self.decoder.logits(hidden_TD)
-            most_logits = max(len(self._slots), SCORE_ROWS)
+            most_logits = max(self.slots.num_slots, SCORE_ROWS)
             for asked, num_rows in ((products, max_step_tokens), (head_products, most_logits)):
                 gemm_dispatch.prepare(asked, self.decoder.dtype, self.device, num_rows)
         else:
             logits_RV = self.decoder.logits(self.decoder(token_T, layout, self.cache))
-        zero_R = torch.zeros(1, dtype=torch.int64, device=self.device)
-        columns = SamplingColumns(temperature_R=zero_R.double() + 1, seeds_R=zero_R, positions_R=zero_R)
-        sample(logits_RV, columns)
+        padding = torch.full((1,), self.slots.padding_slot, device=self.device)
+        sample(logits_RV, self.slots.columns(padding, torch.zeros_like(padding), Asks(0)))
+        if can_graph(self.decoder, self.cache):
+            self.graphs = StepGraphs(self.decoder, self.cache, self.slots, max_step_tokens)
+            self.graphs.capture_decodes()
 
+    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Compute ``plan`` now; its result waits for ``collect``."""
-        self._results.append(self._execute(plan))
+        """Hand ``plan`` to the device; its result waits for ``collect``."""
+        assert plan.weight_version == self.weight_version, (plan.weight_version, self.weight_version)
+        timer = self._clock.start()
+        self.slots.apply(plan)
+        rows = [row for row, logits in enumerate(plan.logits) if logits & SAMPLE]
+        states = [self.slots.state(plan.slots[row]) for row in rows]
+        asks = int(np.bitwise_or.reduce(self.slots.asks_S[[plan.slots[row] for row in rows]], initial=0))
+        scores = any(logits & SCORE for logits in plan.logits)
+        graphs = None if scores else self.graphs
+        if graphs is not None and graphs.compute(plan, rows):
+            if self.observe_logits is None and not asks & ~LIMITS:
+                step = _Step(plan, timer, rows, states, *graphs.sample(asks))
+            else:
+                step = _Step(plan, timer, rows, states, download(graphs.nan_B))
+                self._sample_plainly(step, graphs.last_BD, asks)
+        else:
+            step = self._compute_plainly(plan, timer, rows, states, asks)
+        timer.stop()
+        self._steps.append(step)
 
     def collect(self) -> StepResult:
-        """The oldest result."""
-        return self._results.popleft()
+        """The result of the oldest step; waits for it."""
+        return self._result(self._steps.popleft())
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Path | str) -> None:
         """Replace the weights, all or none; see ``paged.model.checkpoint.update_decoder``. No plan may be in flight."""
-        assert not self._results, "collect what was submitted before the weights change"
+        assert not self._steps, "collect what was submitted before the weights change"
         update_decoder(self.decoder, weights)
         self.weight_version += 1
 
     def abandon(self) -> None:
         """Forget results that were not collected, and all slots: later plans start sequences anew."""
-        self._results.clear()
-        self._slots = [None] * len(self._slots)
+        self._steps.clear()
+        self.slots.clear()
 
-    @torch.inference_mode()
-    def _execute(self, plan: StepPlan) -> StepResult:
-        start_s = time.perf_counter()
-        assert plan.weight_version == self.weight_version, (plan.weight_version, self.weight_version)
-        self._apply(plan)
-        slots, starts, lengths = (np.asarray(column) for column in (plan.slots, plan.starts, plan.lengths))
-        ends = np.cumsum(lengths)
-        row_T = np.repeat(np.arange(len(slots)), lengths)
-        position_T = starts[row_T] + np.arange(ends[-1]) - (ends - lengths)[row_T]
-        token_ids_T = torch.from_numpy(self._tokens[slots[row_T], position_T]).to(self.device)
-        blocks = self._blocks[slots, : max(self._num_blocks[slot] for slot in plan.slots)]
-        layout = BatchLayout.build(plan.starts, plan.lengths, blocks, self.cache.block_size, self.device)
-        hidden_TD = self.decoder(token_ids_T, layout, self.cache)
-
-        sampled = [row for row, logits in enumerate(plan.logits) if logits & SAMPLE]
+    def _compute_plainly(
+        self, plan: StepPlan, timer: StepTimer, rows: Sequence[int], states: Sequence[SlotState], asks: int
+    ) -> _Step:
+        """One launch after the other."""
+        starts, lengths = np.asarray(plan.starts), np.asarray(plan.lengths)
+        layout = BatchLayout.build(
+            starts,
+            lengths,
+            self.slots.blocks_SN,
+            self.cache.block_size,
+            self.device,
+            table_rows=plan.slots,
+            upload=self._upload,
+        )
+        slot_T = self._upload(np.repeat(np.asarray(plan.slots, dtype=np.int64), lengths))
+        hidden_TD = self.decoder(self.slots.tokens_at(slot_T, layout.positions_T), layout, self.cache)
         # Every row counts, not only those that sample: a chunk of a prompt that is not finite must not be committed,
         # or its blocks are published. What goes wrong at one position reaches the last one of the chunk.
         last_BD = hidden_TD.index_select(0, layout.last_rows_B)
-        nan_rows: list[int] = (~last_BD.isfinite().all(-1)).nonzero().flatten().tolist()
-        scores = []
+        step = _Step(plan, timer, rows, states, download(~last_BD.isfinite().all(-1)))
+        ends = np.cumsum(lengths)
         for row, logits in enumerate(plan.logits):
             if logits & SCORE:
-                first = int(ends[row] - lengths[row])
-                scores.append(self._score(plan, row, hidden_TD[first : int(ends[row])], nan_rows))
-        cut = self._cut_rows(plan, sampled)
-        whole = sorted(set(range(len(sampled))).difference(cut))
-        whole_rows = [sampled[index] for index in whole]
-        logits_RV = self._logits(last_BD[whole_rows])
-        if self.observe_logits is not None:
-            self.observe_logits(plan, sampled, logits_RV)
-        rows = self._sample(plan, whole_rows, logits_RV)
-        tops = self._alternatives(plan, whole_rows, logits_RV)
-        if cut:
-            rows = self._with_cut_rows(rows, whole, last_BD[[sampled[index] for index in cut]], cut)
-            tops = {whole[index]: top for index, top in tops.items()}
-        return self._result(plan, sampled, rows, tops, scores, nan_rows, start_s)
+                step.scores += self._score(plan, row, hidden_TD[ends[row] - lengths[row] : ends[row]])
+        self._sample_plainly(step, last_BD, asks)
+        return step
 
-    def _cut_rows(self, plan: StepPlan, sampled: Sequence[int]) -> list[int]:
-        """Places in ``sampled`` of the rows that no rank needs to see whole: greedy, nothing to process or to list."""
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return upload(array, self.device)
+
+    def _sample_plainly(self, step: _Step, last_BD: torch.Tensor, asks: int) -> None:
+        """Sample the rows of a step from each plan row's last hidden state, and keep the tokens."""
+        plan, rows = step.plan, step.rows
+        cut = self._cut_rows(step)
+        whole = sorted(set(range(len(rows))).difference(cut))
+        whole_rows = [rows[index] for index in whole]
+        logits_RV = self._logits(last_BD.index_select(0, self._index(whole_rows)))
+        if self.observe_logits is not None:
+            self.observe_logits(plan, rows, logits_RV)
+        drawn = self._sample(plan, whole_rows, logits_RV)
+        if asks & Asks.LISTED:
+            step.tops = self._alternatives([step.states[index] for index in whole], whole, logits_RV)
+        if cut:
+            last_CD = last_BD.index_select(0, self._index([rows[index] for index in cut]))
+            drawn = self._with_cut_rows(drawn, whole, last_CD, cut)
+        slot_R = self._index([plan.slots[row] for row in rows])
+        position_R = self._index([plan.starts[row] + plan.lengths[row] for row in rows])
+        self.slots.store_tokens(slot_R, position_R, drawn.tokens_R)
+        for index, state in enumerate(step.states):
+            if state.counts is not None:
+                token_1 = drawn.tokens_R[index : index + 1]
+                state.counts.output_V.index_add_(0, token_1, torch.ones_like(token_1, dtype=torch.int32))
+        step.sampled = download_all((drawn.tokens_R, drawn.logprobs_R, drawn.behavior_logprobs_R, drawn.nan_R))
+
+    def _index(self, numbers: Sequence[int]) -> torch.Tensor:
+        return self._upload(np.asarray(numbers, dtype=np.int64))
+
+    def _cut_rows(self, step: _Step) -> list[int]:
+        """Places among the rows of those that no rank needs to see whole: greedy, nothing to process or to list."""
         if self.decoder.group.size == 1 or self.observe_logits is not None:
             return []
-        return [index for index, row in enumerate(sampled) if self._state(plan.slots[row]).is_plain]
+        return [index for index, state in enumerate(step.states) if state.is_plain]
 
     def _with_cut_rows(
         self, rows: SampledRows, places: Sequence[int], hidden_CD: torch.Tensor, cut: Sequence[int]
@@ -214,7 +276,7 @@ class TorchRunner:
         zero_C = torch.zeros(len(cut), dtype=torch.float64, device=self.device)
         logits_CL = self.decoder.local_logits(hidden_CD)
         own = vocab_parallel.sample_greedy(logits_CL, zero_C, vocab_size=vocab_size, group=group)
-        order = torch.tensor([*places, *cut], device=self.device).argsort()
+        order = self._index(np.argsort([*places, *cut]))
 
         def joined(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
             return torch.cat((whole, own)).index_select(0, order)
@@ -234,66 +296,18 @@ class TorchRunner:
             )
         return self.decoder.logits(hidden_RD)
 
-    def _apply(self, plan: StepPlan) -> None:
-        """Bring the slots up to the plan."""
-        for slot in plan.released:
-            self._slots[slot] = None
-        for started in plan.started:
-            self._start(started)
-        for slot, block in plan.appended:
-            self._blocks[slot, self._num_blocks[slot]] = block
-            self._num_blocks[slot] += 1
-
-    def _start(self, started: Started) -> None:
-        request, slot, output = started.request, started.slot, started.output_ids
-        params = request.params
-        tokens = _known(request) + output
-        self._tokens[slot, : len(tokens)] = tokens
-        self._blocks[slot, : len(started.blocks)] = started.blocks
-        self._num_blocks[slot] = len(started.blocks)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        state = _Slot(request, stop_ids)
-        if params.stop:
-            assert self.tokenizer is not None, "stop texts need a tokenizer"
-            state.stream = self.tokenizer.stream(params.stop)
-            for token in output:
-                state.stream.push(token)
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-            vocab_size = self.decoder.spec.vocab_size
-            counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=vocab_size).astype(np.int32)
-            seen = np.bincount(np.asarray(_known(request)), minlength=vocab_size) > 0
-            device = self.device
-            state.counts = _TokenCounts(torch.from_numpy(counts).to(device), torch.from_numpy(seen).to(device))
-        self._slots[slot] = state
-
-    def _state(self, slot: int) -> _Slot:
-        state = self._slots[slot]
-        assert state is not None, f"slot {slot} is empty"
-        return state
-
     def _sample(self, plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> SampledRows:
         """Draw the next token of the plan rows ``rows``, whose raw logits are given in the same order."""
-        states = [self._state(plan.slots[row]) for row in rows]
-        # Truncation keeps the likeliest token, so a greedy row has no use for it.
-        params = [UNTRUNCATED if state.request.params.is_greedy else state.request.params for state in states]
-        device = self.device
-
-        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        columns = SamplingColumns(
-            temperature_R=column([p.temperature for p in params], torch.float64),
-            seeds_R=column([state.seed_bits for state in states], torch.int64),
-            positions_R=column([plan.starts[row] + plan.lengths[row] for row in rows], torch.int64),
-            top_k_R=column([p.top_k for p in params], torch.int64) if any(p.top_k > 0 for p in params) else None,
-            top_p_R=column([p.top_p for p in params], torch.float64) if any(p.top_p < 1 for p in params) else None,
-            min_p_R=column([p.min_p for p in params], torch.float64) if any(p.min_p > 0 for p in params) else None,
-            penalties=self._penalties(states),
-            bias=self._bias(states),
-        )
+        slots = [plan.slots[row] for row in rows]
+        states = [self.slots.state(slot) for slot in slots]
+        asks = int(np.bitwise_or.reduce(self.slots.asks_S[slots], initial=0))
+        position_R = self._index([plan.starts[row] + plan.lengths[row] for row in rows])
+        columns = self.slots.columns(self._index(slots), position_R, asks)
+        if asks & Asks.ADJUSTED:
+            columns = replace(columns, penalties=self._penalties(states), bias=self._bias(states))
         return sample(logits_RV, columns)
 
-    def _penalties(self, states: Sequence[_Slot]) -> Penalties | None:
+    def _penalties(self, states: Sequence[SlotState]) -> Penalties | None:
         rows = [row for row, state in enumerate(states) if state.counts is not None]
         if not rows:
             return None
@@ -301,10 +315,10 @@ class TorchRunner:
         counts = [counts for row in rows if (counts := states[row].counts) is not None]
 
         def column(values: Sequence[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=self.device)
+            return self._upload(np.asarray(values, dtype=np.float64))
 
         return Penalties(
-            rows_P=torch.tensor(rows, device=self.device),
+            rows_P=self._index(rows),
             repetition_P=column([p.repetition_penalty for p in params]),
             presence_P=column([p.presence_penalty for p in params]),
             frequency_P=column([p.frequency_penalty for p in params]),
@@ -312,69 +326,64 @@ class TorchRunner:
             prompt_mask_PV=torch.stack([c.prompt_V for c in counts]),
         )
 
-    def _bias(self, states: Sequence[_Slot]) -> LogitBias | None:
+    def _bias(self, states: Sequence[SlotState]) -> LogitBias | None:
         triplets = [(row, *item) for row, s in enumerate(states) for item in s.request.params.biases]
         if not triplets:
             return None
         rows, ids, values = zip(*triplets, strict=True)
         return LogitBias(
-            rows_N=torch.tensor(rows, device=self.device),
-            token_ids_N=torch.tensor(ids, device=self.device),
-            values_N=torch.tensor(values, dtype=torch.float64, device=self.device),
+            rows_N=self._index(rows),
+            token_ids_N=self._index(ids),
+            values_N=self._upload(np.asarray(values, dtype=np.float64)),
         )
 
-    def _score(
-        self, plan: StepPlan, row: int, hidden_CD: torch.Tensor, nan_rows: list[int]
-    ) -> tuple[Request, int, list[PromptScore]]:
+    def _score(self, plan: StepPlan, row: int, hidden_CD: torch.Tensor) -> list[_Score]:
         """Score the prompt tokens that follow the positions of a chunk, whose final hidden states are given."""
-        request = self._state(plan.slots[row]).request
+        request = self.slots.state(plan.slots[row]).request
+        assert request.prompt.token_ids is not None, f"request {request.id!r} has no tokens to score"
         first = plan.starts[row] + 1
-        targets = _known(request)[first : first + plan.lengths[row]]
+        targets = request.prompt.token_ids[first : first + plan.lengths[row]]
         temperature, num_top = request.params.temperature, request.params.prompt_logprobs
-        scores: list[PromptScore] = []
+        scores: list[_Score] = []
         for begin in range(0, len(targets), SCORE_ROWS):
             ids = targets[begin : begin + SCORE_ROWS]
             hidden_RD = hidden_CD[begin : begin + len(ids)]
             temperature_R = torch.full((len(ids),), temperature, dtype=torch.float64, device=self.device)
-            ids_R = torch.tensor(ids, device=self.device)
-            tops: Sequence[TopLogprobs] = [([], [])] * len(ids)
+            tops: tuple[torch.Tensor, ...] | None = None
             if not num_top and self.decoder.group.size > 1:
                 vocab_size, group = self.decoder.spec.vocab_size, self.decoder.group
                 logits_RL = self.decoder.local_logits(hidden_RD)
                 logprobs_R = vocab_parallel.token_logprobs(
-                    logits_RL, temperature_R, ids_R, vocab_size=vocab_size, group=group
+                    logits_RL, temperature_R, self._index(ids), vocab_size=vocab_size, group=group
                 )
             else:
                 logits_RV = self.decoder.logits(hidden_RD)
-                logprobs_R = token_logprobs(logits_RV, temperature_R, ids_R)
-            logprobs = logprobs_R.tolist()
+                logprobs_R = token_logprobs(logits_RV, temperature_R, self._index(ids))
             if num_top:
-                top_ids, top_values = top_logprobs(logits_RV, temperature_R, num_top)
-                tops = list(zip(top_ids.tolist(), top_values.tolist(), strict=True))
-            if any(logprob != logprob for logprob in logprobs):
-                nan_rows.append(row)
-            scores += [PromptScore(*score) for score in zip(ids, logprobs, tops, strict=True)]
-        return request, first, scores
+                tops = download_all(top_logprobs(logits_RV, temperature_R, num_top))
+            scores.append(_Score(row, request, first + begin, ids, download(logprobs_R), tops))
+        return scores
 
-    def _result(
-        self,
-        plan: StepPlan,
-        sampled: Sequence[int],
-        rows: SampledRows,
-        tops: dict[int, TopLogprobs],
-        scores: list[tuple[Request, int, list[PromptScore]]],
-        nan_rows: list[int],
-        start_s: float,
-    ) -> StepResult:
-        """Bring the sampled rows to the host, store their tokens and see who stops."""
-        tokens: list[int] = rows.tokens_R.tolist()
+    def _alternatives(
+        self, states: Sequence[SlotState], places: Sequence[int], logits_RV: torch.Tensor
+    ) -> tuple[Sequence[int], Sequence[int], torch.Tensor, torch.Tensor]:
+        """The most likely tokens of those rows that ask for them; ``places`` are the rows' among all that sample."""
+        wanted = [index for index, state in enumerate(states) if state.request.params.logprobs is not None]
+        params = [states[index].request.params for index in wanted]
+        counts = [p.logprobs or 0 for p in params]
+        temperature_R = self._upload(np.asarray([p.temperature for p in params], dtype=np.float64))
+        chosen_RV = logits_RV.index_select(0, self._index(wanted))
+        ids_RK, values_RK = top_logprobs(chosen_RV, temperature_R, max(counts))
+        return [places[index] for index in wanted], counts, download(ids_RK), download(values_RK)
+
+    def _result(self, step: _Step) -> StepResult:
+        """Wait for a step, and see who stops."""
+        plan = step.plan
+        start_s, end_s = self._clock.wait(step.timer)
+        tokens_R, logprobs_R, behavior_R, nan_R = step.sampled
+        tokens: list[int] = tokens_R.tolist()
         stops: dict[int, Stop] = {}
-        for index, (row, token) in enumerate(zip(sampled, tokens, strict=True)):
-            slot = plan.slots[row]
-            state = self._state(slot)
-            self._tokens[slot, plan.starts[row] + plan.lengths[row]] = token
-            if state.counts is not None:
-                state.counts.output_V[token] += 1
+        for index, (row, state, token) in enumerate(zip(step.rows, step.states, tokens, strict=True)):
             if state.request.output_len is not None:
                 if _ends_here(state.request, plan.starts[row] + plan.lengths[row] + 1):
                     stops[index] = Stop(None, is_token=False)
@@ -383,41 +392,40 @@ class TorchRunner:
                 stops[index] = Stop(token if asked else None, is_token=True)
             elif state.stream is not None and state.stream.push(token):
                 stops[index] = Stop(state.stream.stopped_by, is_token=False)
-        nan_rows += [row for row, is_nan in zip(sampled, rows.nan_R.tolist(), strict=True) if is_nan]
+        nan_rows = set(step.nan_B[: len(plan.slots)].nonzero().flatten().tolist())
+        nan_rows.update(step.rows[index] for index in nan_R.nonzero().flatten().tolist())
+        nan_rows.update(score.row for score in step.scores if bool(score.logprobs_N.isnan().any()))
         payload = StepPayload(
             tokens=tokens,
-            logprobs=rows.logprobs_R.tolist(),
-            behavior_logprobs=rows.behavior_logprobs_R.tolist(),
-            top_logprobs=tops,
+            logprobs=logprobs_R.tolist(),
+            behavior_logprobs=behavior_R.tolist(),
+            top_logprobs=_listed(step),
             stops=stops,
-            scores=scores,
+            scores=[(score.request, score.first, _prompt_scores(score)) for score in step.scores],
         )
-        stopped = [index in stops for index in range(len(tokens))]
-        end_s = time.perf_counter()
-        return StepResult(plan.step, tokens, stopped, sorted(set(nan_rows)), start_s, end_s, payload)
+        stopped = [False] * len(tokens)
+        for index in stops:
+            stopped[index] = True
+        return StepResult(plan.step, tokens, stopped, sorted(nan_rows), start_s, end_s, payload)
 
-    def _alternatives(self, plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> dict[int, TopLogprobs]:
-        """The most likely tokens of those rows that ask for them, by index into ``rows``."""
-        params = [self._state(plan.slots[row]).request.params for row in rows]
-        wanted = [index for index, p in enumerate(params) if p.logprobs is not None]
-        if not wanted:
-            return {}
-        counts = [params[index].logprobs or 0 for index in wanted]
-        temperatures = [params[index].temperature for index in wanted]
-        temperature_R = torch.tensor(temperatures, dtype=torch.float64, device=self.device)
-        chosen_RV = logits_RV.index_select(0, torch.tensor(wanted, device=self.device))
-        ids_RK, values_RK = top_logprobs(chosen_RV, temperature_R, max(counts))
-        found = zip(wanted, counts, ids_RK.tolist(), values_RK.tolist(), strict=True)
-        return {index: (ids[:count], values[:count]) for index, count, ids, values in found}
+
+def _listed(step: _Step) -> dict[int, TopLogprobs]:
+    """The alternatives of the rows that asked for them, by their place among the rows that sample."""
+    if step.tops is None:
+        return {}
+    places, counts, ids_RK, values_RK = step.tops
+    found = zip(places, counts, ids_RK.tolist(), values_RK.tolist(), strict=True)
+    return {place: (ids[:count], values[:count]) for place, count, ids, values in found}
+
+
+def _prompt_scores(score: _Score) -> list[PromptScore]:
+    tops: Sequence[TopLogprobs] = [([], [])] * len(score.token_ids)
+    if score.tops is not None:
+        tops = list(zip(*(top.tolist() for top in score.tops), strict=True))
+    return [PromptScore(*one) for one in zip(score.token_ids, score.logprobs_N.tolist(), tops, strict=True)]
 
 
 def _ends_here(request: Request, num_tokens: int) -> bool:
     """Whether a request of a given output length ends now that it has ``num_tokens`` tokens, prompt included."""
     assert request.output_len is not None
     return num_tokens - len(request.prompt) == request.output_len < request.max_tokens
-
-
-def _known(request: Request) -> tuple[int, ...]:
-    """The prompt's tokens; only a simulation knows none."""
-    assert request.prompt.token_ids is not None, f"request {request.id!r} has no tokens to compute"
-    return request.prompt.token_ids

@@ -375,4 +375,4 @@ def test_fault_16_every_parameter_is_known_or_refused(tokenizer: Tokenizer) -> N
     with pytest.raises(TypeError, match="priority"):
         engine.add_request(PROMPT, SEEDED, priority=3)  # type: ignore[call-arg]
     assert_idle(engine)
-    assert runner_of(engine).tokenizer is tokenizer
+    assert runner_of(engine).slots.tokenizer is tokenizer

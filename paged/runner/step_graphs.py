@@ -1,0 +1,260 @@
+"""CUDA graphs of whole steps: one launch for the network, one for the head and the draw.
+
+A graph repeats launches on fixed memory, so whatever changes from step to step is in one buffer that is rewritten before
+each replay: which slots and positions the rows have, and what the attention kernels are to work through. Steps are
+padded to a few sizes. Rows of padding belong to an empty slot; they are stored nowhere and attended by nobody, and as
+no row's bits hang on another row, they change nothing.
+
+Shapes: T rows of a step, B rows of its plan, R of these that sample, S slots.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import torch
+
+from paged.core.plan import StepPlan
+from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork, decode_arrays, tile_arrays
+from paged.kernels.sampling import SampledRows, sample
+from paged.model.decoder import Decoder
+from paged.runner.kv_cache import KVCache
+from paged.runner.slots import Asks, SlotTables
+from paged.runner.transfers import download
+
+# Sizes that steps of a few rows are padded to; larger ones are those that products are padded to.
+SMALL_SIZES = (1, 2, 4, 8)
+
+
+def can_graph(decoder: Decoder, cache: KVCache) -> bool:
+    """Whether steps of this model can be graphs: on one card, with attention by our kernels."""
+    if cache.device.type != "cuda" or decoder.group.size > 1:
+        return False
+    from paged.kernels.attention_triton import supported
+
+    spec = decoder.local_spec
+    q_THD = torch.empty((1, spec.num_heads, spec.head_dim), dtype=decoder.dtype, device=cache.device)
+    return supported(q_THD, cache.layers[0])
+
+
+class StepGraphs:
+    """The graphs of one decoder over one cache. A graph is made when a step of its size comes for the first time.
+
+    Args:
+        decoder: the network, on one card.
+        cache: the block pool's storage.
+        slots: the tables of all slots.
+        max_step_tokens: most rows of a step.
+
+    Attributes:
+        last_BD: the final hidden state of each plan row's last position, after ``compute``.
+        nan_B: bool [S], which of them are not finite.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, slots: SlotTables, max_step_tokens: int) -> None:
+        from paged.kernels.attention_triton import positions_per_tile
+        from paged.kernels.gemm_gate import gated_rows
+
+        self._decoder, self._cache, self._slots = decoder, cache, slots
+        spec, device, num_slots = decoder.local_spec, cache.device, slots.num_slots
+        self._split = decoder.numerics.kv_split
+        self._tile_positions = positions_per_tile(spec.num_heads, cache.layers[0], decoder.dtype, decoder.numerics)
+        self._sizes = [*SMALL_SIZES, *gated_rows(max_step_tokens)]
+        # Without shared blocks no more splits can be full than the pool has room for; what has more is no graph.
+        most_splits = -(-slots.tokens_SP.shape[1] // self._split)
+        pool_splits = cache.num_blocks * cache.block_size // self._split + num_slots
+        self._most_items = min(num_slots * most_splits, 2 * pool_splits)
+        self._num_slots = num_slots
+        # Sizes of what the inputs hold, in 32-bit words: the first part has a fixed place in all graphs.
+        self._counts = slice(0, 4)
+        places = np.cumsum([4, *[_words(num_slots)] * 4, _words(3 * num_slots)])
+        self._last, self._row, self._slot, self._position, self._decoded = (
+            slice(int(first), int(last)) for first, last in zip(places, places[1:], strict=False)
+        )
+        self._front = int(places[-1])
+        largest = self._sizes[-1]
+        most_words = self._front + 2 * _words(largest) + 4 * (self._most_tiles(largest) + self._most_items)
+        self._inputs = torch.zeros(most_words, dtype=torch.int32, device=device)
+        self.last_BD = torch.zeros((num_slots, spec.hidden_size), dtype=decoder.dtype, device=device)
+        self.nan_B = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        # Tokens, log-probabilities before and after truncation, NaN flags of rows, and of plan rows.
+        self._results_5S = torch.zeros((5, num_slots), dtype=torch.int32, device=device)
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._num_rows = self._num_sampled = 0
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The numbers of rows that steps are padded to."""
+        return self._sizes
+
+    def capture_decodes(self) -> None:
+        """Make the graphs of steps of decodes that ask for nothing but a temperature."""
+        self._inputs.zero_()
+        padding = self._slots.padding_slot
+        self._inputs[self._slot] = padding
+        self._inputs[self._decoded] = -1
+        for size in reversed(self._sizes[: self._size_index(self._num_slots) + 1]):
+            self._inputs[self._front : self._front + size] = padding
+            self._run(("compute", size, False), lambda size=size: self._compute(size, has_chunks=False))
+            self._run(("sample", size, 0), lambda size=size: self._sample(size, 0))
+        torch.cuda.synchronize()
+
+    def compute(self, plan: StepPlan, rows: Sequence[int]) -> bool:
+        """Run the network over a plan's rows; False, and nothing is done, if the step is too large for a graph.
+
+        Args:
+            plan: without scores of prompts.
+            rows: of the plan, those that ``sample`` will be asked for.
+        """
+        slots, starts, lengths = (np.asarray(column, dtype=np.int32) for column in (plan.slots, plan.starts, plan.lengths))
+        ends = np.cumsum(lengths, dtype=np.int32)
+        num_tokens = int(ends[-1])
+        if num_tokens > self._sizes[-1]:
+            return False
+        size = self._sizes[self._size_index(num_tokens)]
+        offsets = ends - lengths
+        has_chunks = num_tokens > len(slots)
+        items_I4, decoded_N3, _ = decode_arrays(starts, lengths, offsets, slots, self._split)
+        if len(items_I4) > self._most_items:
+            return False
+        tiles_N4 = tile_arrays(starts, lengths, offsets, slots, self._tile_positions) if has_chunks else items_I4[:0]
+        slot_T, position_T, tiles, items = self._sections(size, has_chunks)
+        num_words = items.start + items_I4.size
+        host = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+        words = host.numpy()
+        words[: self._front] = 0
+        words[self._counts] = len(items_I4), len(tiles_N4), 0, 0
+        _put(words, self._last, ends - 1)
+        _put(words, self._row, rows)
+        words[self._slot] = self._slots.padding_slot
+        _put(words, self._slot, slots[rows])
+        _put(words, self._position, ends[rows] - offsets[rows] + starts[rows])
+        words[self._decoded] = -1
+        _put(words, self._decoded, decoded_N3.ravel())
+        words[slot_T] = self._slots.padding_slot
+        words[position_T] = 0
+        if has_chunks:
+            sequence_T = np.repeat(np.arange(len(slots)), lengths)
+            _put(words, slot_T, slots[sequence_T])
+            _put(words, position_T, np.arange(num_tokens, dtype=np.int32) + (starts - offsets)[sequence_T])
+            _put(words, tiles, tiles_N4.ravel())
+        else:
+            _put(words, slot_T, slots)
+            _put(words, position_T, starts)
+        words[items.start :] = items_I4.ravel()
+        self._inputs[:num_words].copy_(host, non_blocking=True)
+        self._num_rows, self._num_sampled = len(slots), len(rows)
+        self._run(("compute", size, has_chunks), lambda: self._compute(size, has_chunks=has_chunks))
+        return True
+
+    def sample(self, asks: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Draw the tokens of the rows given to ``compute``, and keep them for the next step.
+
+        Args:
+            asks: ``Asks`` of the rows, of limits alone.
+
+        Returns:
+            NaN flags of the plan's rows, and tokens, log-probabilities before and after truncation and NaN flags of the
+            rows that sample, on the host once the device's work is done.
+        """
+        num_rows, num_sampled = self._num_rows, self._num_sampled
+        # Without rows to sample the flags still come.
+        size = self._sizes[self._size_index(max(1, num_sampled))]
+        self._run(("sample", size, asks), lambda: self._sample(size, asks))
+        tokens_S, logprobs_S, behavior_S, nan_S, nan_B = download(self._results_5S)
+        sampled = tokens_S, logprobs_S.view(torch.float32), behavior_S.view(torch.float32), nan_S
+        return nan_B[:num_rows], tuple(column[:num_sampled] for column in sampled)
+
+    def _size_index(self, num_rows: int) -> int:
+        return bisect.bisect_left(self._sizes, num_rows)
+
+    def _most_tiles(self, size: int) -> int:
+        """Tiles that chunks of ``size`` rows in all can have: at most one of each chunk is not full."""
+        return size // self._tile_positions + min(self._num_slots, size // 2 + 1)
+
+    def _sections(self, size: int, has_chunks: bool) -> tuple[slice, slice, slice, slice]:
+        """Where the inputs of a step of ``size`` rows have slots, positions, tiles and items."""
+        first = self._front
+        slices = []
+        for num_words in (size, size, 4 * self._most_tiles(size) if has_chunks else 0, 4 * self._most_items):
+            slices.append(slice(first, first + num_words))
+            first += _words(num_words)
+        slot_T, position_T, tiles, items = slices
+        return slot_T, position_T, tiles, items
+
+    def _compute(self, size: int, *, has_chunks: bool) -> None:
+        """What a graph of the network does, for ``size`` rows."""
+        inputs, slots, cache = self._inputs, self._slots, self._cache
+        sections = self._sections(size, has_chunks)
+        slot_T, position_T = (inputs[section].to(torch.int64) for section in sections[:2])
+        num_rows = min(size, self._num_slots)
+        decode = DecodeWork(
+            items_I4=inputs[sections[3]].view(-1, 4),
+            rows_N3=inputs[self._decoded].view(-1, 3)[:num_rows],
+            num_items_1=inputs[:1],
+            most_splits=2 if size > 16 else self._most_items,
+        )
+        chunks = ChunkTiles(inputs[sections[2]].view(-1, 4), inputs[1:2]) if has_chunks else None
+        block_size = cache.block_size
+        place_T = slot_T * slots.blocks_SN.shape[1] + position_T // block_size
+        cell_T = slots.blocks_SN.view(-1).index_select(0, place_T).to(torch.int64) * block_size + position_T % block_size
+        last_B = inputs[self._last][:num_rows]
+        layout = BatchLayout.planned(
+            position_T,
+            cell_T.masked_fill_(slot_T == slots.padding_slot, -1),
+            last_B,
+            slots.blocks_SN,
+            block_size,
+            decode=decode,
+            chunks=chunks,
+        )
+        hidden_TD = self._decoder(slots.tokens_at(slot_T, position_T), layout, cache)
+        last_BD = hidden_TD.index_select(0, last_B)
+        self.last_BD[:num_rows].copy_(last_BD)
+        torch.logical_not(last_BD.isfinite().all(-1), out=self.nan_B[:num_rows])
+
+    def _sample(self, size: int, asks: int) -> None:
+        """What a graph of the draw does, for ``size`` rows."""
+        size = min(size, self._num_slots)
+        row_R = self._inputs[self._row][:size]
+        slot_R, position_R = (self._inputs[section][:size].to(torch.int64) for section in (self._slot, self._position))
+        logits_RV = self._decoder.logits(self.last_BD.index_select(0, row_R))
+        drawn: SampledRows = sample(logits_RV, self._slots.columns(slot_R, position_R, asks))
+        self._slots.store_tokens(slot_R, position_R, drawn.tokens_R)
+        results_5S = self._results_5S
+        results_5S[0, :size].copy_(drawn.tokens_R)
+        results_5S[1, :size].copy_(drawn.logprobs_R.view(torch.int32))
+        results_5S[2, :size].copy_(drawn.behavior_logprobs_R.view(torch.int32))
+        results_5S[3, :size].copy_(drawn.nan_R)
+        results_5S[4].copy_(self.nan_B)
+
+    def _run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Replay the graph of ``work``; the first time do the work plainly, which also builds kernels, then capture."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        work()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        self._graphs[key] = graph
+
+
+def _words(number: int) -> int:
+    """``number`` rounded up, so that what follows begins where 16 bytes do."""
+    return -(-number // 4) * 4
+
+
+def _put(words: np.ndarray, section: slice, values: np.ndarray | Sequence[int]) -> None:
+    """Write values at the start of a section, whose rest is as it was."""
+    words[section.start : section.start + len(values)] = values

@@ -1,0 +1,87 @@
+"""Between host and device: copies that nobody waits for, and the device's own clock.
+
+On the CPU, where all is done at once, copies are the tensors themselves and the clock is the host's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """``array`` on the device. The copy takes its place among the device's work; the host goes on at once.
+
+    On the CPU the tensor shares the array's memory.
+    """
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the host, to be read once the device's work up to now is done; on the CPU the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def download_all(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``download`` of each."""
+    return tuple(download(tensor) for tensor in tensors)
+
+
+class StepTimer:
+    """When a step began and ended on the device; made by ``DeviceClock.start``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.start_s = self.end_s = 0.0
+        self.start_event, self.end_event = (
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            if device.type == "cuda"
+            else (None, None)
+        )
+        if self.start_event is not None:
+            self.start_event.record()
+        else:
+            self.start_s = time.perf_counter()
+
+    def stop(self) -> None:
+        """All of the step's work has been handed to the device."""
+        if self.end_event is not None:
+            self.end_event.record()
+        else:
+            self.end_s = time.perf_counter()
+
+
+class DeviceClock:
+    """The device's time as seconds of ``time.perf_counter``.
+
+    A card tells how much time lies between two events, in a short float, so each is dated by the one before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Event | None = None
+        self._last_s = 0.0
+
+    def start(self) -> StepTimer:
+        """A step's work is about to be handed to the device."""
+        if self._device.type == "cuda" and self._last is None:
+            self._last = torch.cuda.Event(enable_timing=True)
+            self._last.record()
+            self._last.synchronize()
+            self._last_s = time.perf_counter()
+        return StepTimer(self._device)
+
+    def wait(self, timer: StepTimer) -> tuple[float, float]:
+        """Wait until the step has ended; its start and end, seconds. Steps must be asked about in order."""
+        start_event, end_event, last = timer.start_event, timer.end_event, self._last
+        if start_event is None or end_event is None or last is None:
+            return timer.start_s, timer.end_s
+        end_event.synchronize()
+        start_s = self._last_s + last.elapsed_time(start_event) / 1e3
+        self._last, self._last_s = end_event, start_s + start_event.elapsed_time(end_event) / 1e3
+        return start_s, self._last_s
