@@ -10,6 +10,8 @@ its neighbours, nor the blocks' size and place can touch its bits. Memory beyond
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ import torch.nn.functional as F
 from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import LayerCache, read_keys, read_values
 from paged.kernels.numerics import Numerics, compute_dtype
+
+logger = logging.getLogger(__name__)
 
 # Decode rows that share their library calls; bounds the copies of keys and values, no bits hang on it.
 GROUP_ROWS = 64
@@ -49,10 +53,12 @@ def attention(
     assert cache.block_size == layout.block_size, (cache.block_size, layout.block_size)
     if q_THD.is_cuda:
         # Imported here because a CPU needs no Triton.
-        from paged.kernels.attention_triton import attention_triton, supported
+        from paged.kernels.attention_triton import attention_triton, unsupported
 
-        if supported(q_THD, cache):
+        reason = unsupported(q_THD, cache, numerics)
+        if reason is None:
             return attention_triton(q_THD, cache, layout, scale=scale, numerics=numerics)
+        _warn_once(reason)
     q_TKGD = q_THD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out_TKGD = torch.empty_like(q_TKGD)
     decode = _decode_invariant if numerics.is_invariant else _decode_fast
@@ -67,6 +73,11 @@ def attention(
     return out_TKGD.view(num_rows, num_heads, head_dim)
 
 
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("attention runs without its kernels for the card, and much slower, because %s", reason)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeGroup:
     """Sequences with one row in the step, longest first, that share their library calls."""
@@ -74,7 +85,7 @@ class _DecodeGroup:
     index: int
     contexts: tuple[int, ...]
     rows: torch.Tensor  # int64 [N], rows of the step
-    sequences: torch.Tensor  # int64 [N]
+    table_rows: torch.Tensor  # int64 [N], rows of the block tables
     contexts_N: torch.Tensor  # int64 [N]
 
 
@@ -98,12 +109,11 @@ def _make_decode_groups(layout: BatchLayout) -> list[_DecodeGroup]:
     context_N = np.asarray(layout.starts)[single] + 1
     order = np.argsort(-context_N, kind="stable")
     single, context_N = single[order], context_N[order]
-    offset_N = np.asarray(layout.offsets)[single]
-    device = layout.positions_T.device
+    offset_N, table_row_N = (np.asarray(column)[single] for column in (layout.offsets, layout.table_rows))
     groups: list[_DecodeGroup] = []
     for first in range(0, single.size, GROUP_ROWS):
         part = slice(first, first + GROUP_ROWS)
-        columns = torch.from_numpy(np.stack((offset_N[part], single[part], context_N[part]))).to(device)
+        columns = layout.upload(np.stack((offset_N[part], table_row_N[part], context_N[part])))
         groups.append(_DecodeGroup(len(groups), tuple(context_N[part].tolist()), *columns.unbind()))
     return groups
 
@@ -127,11 +137,11 @@ def _make_decode_tiles(
         counts = [int((context_N > start).sum()) for start in starts]
         item_I = np.concatenate([np.arange(count) for count in counts])
         start_I = np.repeat(np.asarray(starts), counts)
-        items, first = torch.from_numpy(np.stack((item_I, start_I))).to(device)
+        items, first = layout.upload(np.stack((item_I, start_I)))
         position_IP = first[:, None] + torch.arange(size, device=device)
         last_I1 = group.contexts_N[items, None] - 1
         # Places beyond the row's position read its last key again and are then masked: no stale memory is read.
-        key_rows = layout.key_rows(group.sequences[items], position_IP.minimum(last_I1), num_kv_heads)
+        key_rows = layout.key_rows(group.table_rows[items], position_IP.minimum(last_I1), num_kv_heads)
         full = bool((context_N[item_I] >= start_I + size).all())
         hidden = None if full else (position_IP > last_I1)[:, None, None]
         splits.append(_DecodeTiles(tuple(counts), items, key_rows.flatten(), hidden))
@@ -293,8 +303,8 @@ def _read_tiles(
         device = layout.positions_T.device
         # As for decode: what lies beyond the end is the last key again.
         position_SP = torch.arange(num_tiles * size, device=device).clamp_max(end - 1).view(num_tiles, size)
-        sequence_S = torch.full((num_tiles,), b, device=device)
-        return layout.key_rows(sequence_S, position_SP, cache.num_kv_heads).flatten()
+        table_row_S = torch.full((num_tiles,), layout.table_rows[b], device=device)
+        return layout.key_rows(table_row_S, position_SP, cache.num_kv_heads).flatten()
 
     rows = layout.derived(("chunk", b, size, cache.num_kv_heads), make_rows)
     shape = (num_tiles, cache.num_kv_heads, size, cache.head_dim)
@@ -315,7 +325,7 @@ def _decode_fast(
     def make_rows() -> tuple[torch.Tensor, torch.Tensor | None]:
         position_P = torch.arange(longest, device=q_NKGD.device)
         last_N1 = group.contexts_N[:, None] - 1
-        rows = layout.key_rows(group.sequences, position_P.minimum(last_N1), num_kv_heads).flatten()
+        rows = layout.key_rows(group.table_rows, position_P.minimum(last_N1), num_kv_heads).flatten()
         return rows, None if group.contexts[-1] == longest else (position_P <= last_N1)[:, None, None]
 
     rows, visible = layout.derived(("padded", group.index, num_kv_heads), make_rows)

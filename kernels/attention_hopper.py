@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.batch_layout import BatchLayout, ChunkTiles
 from paged.kernels.kv_cache import LayerCache
+from paged.kernels.launch import is_dependent, options
 from paged.kernels.numerics import Numerics
 
 ROWS = 128
@@ -29,12 +31,12 @@ COMPUTE_REGISTERS = 224
 LOAD_REGISTERS = 64
 
 
-def suits_hopper(q_THD: torch.Tensor, cache: LayerCache, numerics: Numerics) -> bool:
-    """Whether the kernel takes such queries and such a cache on their device."""
+def suits_hopper(dtype: torch.dtype, cache: LayerCache, numerics: Numerics) -> bool:
+    """Whether the kernel takes queries of ``dtype`` and such a cache on the device where it lies."""
     return (
-        q_THD.is_cuda
-        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
-        and cache.key.dtype == q_THD.dtype
+        cache.key.is_cuda
+        and torch.cuda.get_device_capability(cache.key.device)[0] == 9
+        and cache.key.dtype == dtype
         and cache.head_dim in (64, 128)
         and numerics.kv_tile == 64
     )
@@ -44,30 +46,30 @@ def chunk_attention_hopper(
     q_THD: torch.Tensor,
     cache: LayerCache,
     layout: BatchLayout,
+    tiles: ChunkTiles,
     out_THD: torch.Tensor,
     *,
     factor: float,
     numerics: Numerics,
 ) -> None:
-    """Write attention of the sequences with several rows to their rows of ``out_THD``.
+    """Write attention of the rows of ``tiles`` to their rows of ``out_THD``.
 
     ``factor`` is scale * log2(e).
     """
     num_shared = q_THD.shape[1] // cache.num_kv_heads
-    padded = triton.next_power_of_2(num_shared)
-    tiles_N4 = layout.chunk_tiles(ROWS // padded)
-    _kernel[(tiles_N4.shape[0] * cache.num_kv_heads,)](
+    _kernel[(tiles.tiles_N4.shape[0] * cache.num_kv_heads,)](
         q_THD,
         cache.key,
         cache.value,
         layout.block_tables_BN,
-        tiles_N4,
+        tiles.tiles_N4,
+        tiles.num_tiles_1,
         out_THD,
         layout.block_tables_BN.stride(0),
         factor,
         NUM_KV_HEADS=cache.num_kv_heads,
         NUM_SHARED=num_shared,
-        PADDED=padded,
+        PADDED=triton.next_power_of_2(num_shared),
         HEAD_DIM=cache.head_dim,
         BLOCK_SIZE=cache.block_size,
         TILE=numerics.kv_tile,
@@ -75,8 +77,9 @@ def chunk_attention_hopper(
         STAGES=STAGES,
         COMPUTE_REGISTERS=COMPUTE_REGISTERS,
         LOAD_REGISTERS=LOAD_REGISTERS,
+        IS_DEPENDENT=is_dependent(q_THD),
         num_warps=4,
-        enable_fp_fusion=False,
+        **options(q_THD),
     )
 
 
@@ -227,6 +230,7 @@ def _kernel(
     value_ptr,
     tables_ptr,
     tiles_ptr,
+    num_tiles_ptr,
     out_ptr,
     table_stride,
     factor,
@@ -240,15 +244,21 @@ def _kernel(
     STAGES: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
+    IS_DEPENDENT: gl.constexpr,
 ):
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     number = gl.program_id(0) // NUM_KV_HEADS
     head = gl.program_id(0) % NUM_KV_HEADS
-    sequence = gl.load(tiles_ptr + number * 4)
+    if number >= gl.load(num_tiles_ptr):
+        return
+    table_row = gl.load(tiles_ptr + number * 4)
     first_row = gl.load(tiles_ptr + number * 4 + 1)
     num_positions = gl.load(tiles_ptr + number * 4 + 2)
     position = gl.load(tiles_ptr + number * 4 + 3)
-    table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
+    table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
 
     LANES: gl.constexpr = HEAD_DIM // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])

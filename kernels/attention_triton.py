@@ -7,22 +7,26 @@ c = scale * log2(e), rounded to the model's dtype, and both the sum of weights a
 that continue the accumulator. Splits are folded left to right in fp32: the first as it is, each later one as
 ``sum * a + sum2 * b``. Which kernel takes a row, the rows beside it, chunks, blocks and warps leave its bits alone:
 equal programs of exact or elementwise operations, and matrix products that keep one order (shown on the card).
+
+No grid hangs on the batch: programs read from the device how much work there is, so that a CUDA graph can hold the
+launches. Each waits for the kernel before it first and lets the next one start then: all that was written before that
+kernel is there for a program that has yet to wait.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from paged.kernels import attention_hopper
 from paged.kernels.attention_hopper import chunk_attention_hopper, suits_hopper
-from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork
 from paged.kernels.kv_cache import LayerCache
+from paged.kernels.launch import is_dependent, options
 from paged.kernels.numerics import Numerics
 
 LOG2_E = math.log2(math.e)
@@ -33,34 +37,34 @@ CHUNK_WARPS = 8
 CHUNK_STAGES = 2
 DECODE_WARPS = 4
 DECODE_STAGES = 2
+DECODE_PROGRAMS_PER_SM = 3
 # Splits read at a time and dimensions of a program, for rows with few splits and with many.
 FOLDS = ((4, 256), (32, 32))
 
 
-def supported(q_THD: torch.Tensor, cache: LayerCache) -> bool:
-    """Whether the kernels take such queries and such a cache; the cache may also be wider than the model, in fp32."""
-    head_dim = q_THD.shape[2]
-    return (
-        q_THD.dtype in (torch.bfloat16, torch.float16)
-        and cache.key.dtype in (q_THD.dtype, torch.float32)
-        and head_dim in (16, 32, 64, 128, 256)
-        and q_THD.shape[1] // cache.num_kv_heads <= 64
-    )
+# The only tile of keys that the kernels have been shown to be right and equal with.
+KV_TILE = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeWork:
-    """The splits of the rows that are alone in their sequence's part of the step, on the device.
+def unsupported(q_THD: torch.Tensor, cache: LayerCache, numerics: Numerics) -> str | None:
+    """Why the kernels refuse such queries and such a cache, or ``None``; an fp32 cache suits every model of theirs."""
+    if q_THD.dtype not in (torch.bfloat16, torch.float16):
+        return f"the model is in {q_THD.dtype}"
+    if cache.key.dtype not in (q_THD.dtype, torch.float32):
+        return f"the cache is in {cache.key.dtype} and the model in {q_THD.dtype}"
+    if cache.head_dim not in (16, 32, 64, 128, 256):
+        return f"the head size is {cache.head_dim}"
+    if q_THD.shape[1] // cache.num_kv_heads > 64:
+        return f"{q_THD.shape[1] // cache.num_kv_heads} query heads share a kv head"
+    if numerics.kv_tile != KV_TILE:
+        return f"kv_tile is {numerics.kv_tile}"
+    return None
 
-    Attributes:
-        items_I4: int32, one split: sequence, row of the step, number of the split, keys of the row.
-        rows_N3: int32, one row: row of the step, its first item, number of its items.
-        most_splits: the largest number of items of a row; a launch may be built for it, no bits hang on it.
-    """
 
-    items_I4: torch.Tensor
-    rows_N3: torch.Tensor
-    most_splits: int
+def positions_per_tile(num_heads: int, cache: LayerCache, dtype: torch.dtype, numerics: Numerics) -> int:
+    """Most rows of a tile of chunks for the kernel that will take them: H query heads of ``dtype``, cached so."""
+    rows = attention_hopper.ROWS if suits_hopper(dtype, cache, numerics) else _chunk_rows(cache)
+    return rows // triton.next_power_of_2(num_heads // cache.num_kv_heads)
 
 
 def attention_triton(
@@ -69,17 +73,20 @@ def attention_triton(
     """Attention of all rows of a step as [T, H, D], in the dtype of ``q``; arguments as ``attention`` takes them.
 
     Raises:
-        AssertionError: on queries or a cache that ``supported`` refuses, or a scale that is not positive.
+        AssertionError: on queries or a cache that are ``unsupported``, or a scale that is not positive.
     """
-    assert supported(q_THD, cache), (q_THD.shape, q_THD.dtype, cache.key.shape, cache.key.dtype)
+    reason = unsupported(q_THD, cache, numerics)
+    assert reason is None, reason
     assert q_THD.is_contiguous(), q_THD.stride()
+    assert layout.block_tables_BN.stride(1) == 1, layout.block_tables_BN.stride()
     assert scale > 0, scale
     out_THD = torch.empty_like(q_THD)
-    work = _decode_work(layout, numerics)
+    work = layout.decode_work(numerics.kv_split)
     if work is not None:
         decode_attention(q_THD, cache, layout, work, out_THD, scale=scale, numerics=numerics)
-    if max(layout.lengths) > 1:
-        chunk_attention(q_THD, cache, layout, out_THD, scale=scale, numerics=numerics)
+    tiles = layout.chunk_tiles(positions_per_tile(q_THD.shape[1], cache, q_THD.dtype, numerics))
+    if tiles is not None:
+        chunk_attention(q_THD, cache, layout, tiles, out_THD, scale=scale, numerics=numerics)
     return out_THD
 
 
@@ -93,22 +100,23 @@ def decode_attention(
     scale: float,
     numerics: Numerics,
 ) -> None:
-    """Write attention of the rows of ``work`` to their rows of ``out_THD``: one program a split, then one a row."""
+    """Write attention of the rows of ``work`` to their rows of ``out_THD``: its splits first, then row by row.
+
+    Rows of ``work`` without items are given zeros.
+    """
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     num_shared = q_THD.shape[1] // num_kv_heads
     num_items = work.items_I4.shape[0]
     sums_IHD = q_THD.new_empty((num_items, q_THD.shape[1], head_dim), dtype=torch.float32)
     # The greatest score and the sum of weights of each item and head.
     tops_IH, totals_IH = q_THD.new_empty((2, num_items, q_THD.shape[1]), dtype=torch.float32)
-    # On Hopper and later the second kernel starts before the first ends, and waits inside for what that one writes.
-    chained = q_THD.is_cuda and torch.cuda.get_device_capability(q_THD.device)[0] >= 9
-    fold_options: dict[str, Any] = {"launch_pdl": True} if chained else {}
-    _decode_kernel[(num_items * num_kv_heads,)](
+    _decode_kernel[(min(num_items * num_kv_heads, _decode_programs(q_THD.device)),)](
         q_THD,
         cache.key,
         cache.value,
         layout.block_tables_BN,
         work.items_I4,
+        work.num_items_1,
         sums_IHD,
         tops_IH,
         totals_IH,
@@ -121,10 +129,10 @@ def decode_attention(
         BLOCK_SIZE=cache.block_size,
         TILE=numerics.kv_tile,
         SPLIT=numerics.kv_split,
-        CHAINED=chained,
+        IS_DEPENDENT=is_dependent(q_THD),
         num_warps=DECODE_WARPS,
         num_stages=DECODE_STAGES,
-        enable_fp_fusion=False,
+        **options(q_THD),
     )
     splits, width = FOLDS[work.most_splits > 1 + FOLDS[0][0]]
     width = min(head_dim, width)
@@ -139,10 +147,9 @@ def decode_attention(
         HEAD_DIM=head_dim,
         DIMS=width,
         SPLITS=splits,
-        CHAINED=chained,
+        IS_DEPENDENT=is_dependent(q_THD),
         num_warps=1,
-        enable_fp_fusion=False,
-        **fold_options,
+        **options(q_THD),
     )
 
 
@@ -150,64 +157,59 @@ def chunk_attention(
     q_THD: torch.Tensor,
     cache: LayerCache,
     layout: BatchLayout,
+    tiles: ChunkTiles,
     out_THD: torch.Tensor,
     *,
     scale: float,
     numerics: Numerics,
 ) -> None:
-    """Write attention of the sequences with several rows to their rows of ``out_THD``."""
-    if suits_hopper(q_THD, cache, numerics):
-        chunk_attention_hopper(q_THD, cache, layout, out_THD, factor=scale * LOG2_E, numerics=numerics)
+    """Write attention of the rows of ``tiles`` to their rows of ``out_THD``.
+
+    A tile holds at most ``positions_per_tile`` rows.
+    """
+    if suits_hopper(q_THD.dtype, cache, numerics):
+        chunk_attention_hopper(q_THD, cache, layout, tiles, out_THD, factor=scale * LOG2_E, numerics=numerics)
         return
     num_kv_heads = cache.num_kv_heads
     num_shared = q_THD.shape[1] // num_kv_heads
-    padded = triton.next_power_of_2(num_shared)
-    rows = min(CHUNK_ROWS, 64) if cache.head_dim > 128 else CHUNK_ROWS
-    tiles_N4 = layout.chunk_tiles(rows // padded)
-    _chunk_kernel[(tiles_N4.shape[0] * num_kv_heads,)](
+    _chunk_kernel[(tiles.tiles_N4.shape[0] * num_kv_heads,)](
         q_THD,
         cache.key,
         cache.value,
         layout.block_tables_BN,
-        tiles_N4,
+        tiles.tiles_N4,
+        tiles.num_tiles_1,
         out_THD,
         layout.block_tables_BN.stride(0),
         scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads,
         NUM_SHARED=num_shared,
-        PADDED=padded,
-        ROWS=rows,
+        PADDED=triton.next_power_of_2(num_shared),
+        ROWS=_chunk_rows(cache),
         HEAD_DIM=cache.head_dim,
         BLOCK_SIZE=cache.block_size,
         TILE=numerics.kv_tile,
         SPLIT=numerics.kv_split,
+        IS_DEPENDENT=is_dependent(q_THD),
         num_warps=CHUNK_WARPS,
         num_stages=CHUNK_STAGES,
-        enable_fp_fusion=False,
+        **options(q_THD),
     )
 
 
-def _decode_work(layout: BatchLayout, numerics: Numerics) -> DecodeWork | None:
-    return layout.derived(("splits", numerics.kv_split), lambda: _make_decode_work(layout, numerics.kv_split))
+def _chunk_rows(cache: LayerCache) -> int:
+    """Rows of a program of the chunk kernel: positions times the query heads that share a kv head."""
+    return min(CHUNK_ROWS, 64) if cache.head_dim > 128 else CHUNK_ROWS
 
 
-def _make_decode_work(layout: BatchLayout, split: int) -> DecodeWork | None:
-    single_N = np.flatnonzero(np.asarray(layout.lengths) == 1)
-    if single_N.size == 0:
-        return None
-    row_N = np.asarray(layout.offsets)[single_N]
-    keys_N = np.asarray(layout.starts)[single_N] + 1
-    count_N = -(-keys_N // split)
-    end_N = np.cumsum(count_N)
-    first_N = end_N - count_N
-    number_I = np.arange(end_N[-1]) - np.repeat(first_N, count_N)
-    items_I4 = np.column_stack(
-        (*(np.repeat(x, count_N) for x in (single_N, row_N)), number_I, np.repeat(keys_N, count_N))
-    )
-    # One transfer, and items first: they keep the alignment that lets a program read its item at once.
-    host = np.concatenate((items_I4.ravel(), np.column_stack((row_N, first_N, count_N)).ravel())).astype(np.int32)
-    items, rows = torch.from_numpy(host).to(layout.positions_T.device).split([items_I4.size, 3 * row_N.size])
-    return DecodeWork(items.view(-1, 4), rows.view(-1, 3), int(count_N.max()))
+def _decode_programs(device: torch.device) -> int:
+    """Programs that share the splits: as many as the card holds at a time; interpreted, a few, each with much to do."""
+    return (_num_sms(device) if device.type == "cuda" else 1) * DECODE_PROGRAMS_PER_SM
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -269,6 +271,7 @@ def _decode_kernel(
     value_ptr,
     tables_ptr,
     items_ptr,
+    num_items_ptr,
     sums_ptr,
     tops_ptr,
     totals_ptr,
@@ -281,46 +284,48 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
-    """One split of one row for the query heads of one kv head."""
-    if CHAINED:
+    """Splits of rows for the query heads of one kv head each, as many as fall to this program."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    item = tl.program_id(0) // NUM_KV_HEADS
-    head = tl.program_id(0) % NUM_KV_HEADS
-    sequence = tl.load(items_ptr + item * 4)
-    row = tl.load(items_ptr + item * 4 + 1)
-    number = tl.load(items_ptr + item * 4 + 2)
-    num_keys = tl.load(items_ptr + item * 4 + 3)
     dim_D = tl.arange(0, HEAD_DIM)
     shared_R = tl.arange(0, ROWS)
     is_head_R = shared_R < NUM_SHARED
-    head_R = head * NUM_SHARED + shared_R
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * NUM_SHARED
-    q_offset_RD = (row.to(tl.int64) * NUM_HEADS + head_R)[:, None] * HEAD_DIM + dim_D[None]
-    q_RD = tl.load(q_ptr + q_offset_RD, is_head_R[:, None], 0.0)
-    last_R = tl.zeros([ROWS], tl.int32) + (num_keys - 1)
-    top_R, total_R, sum_RD = _attend_split(
-        q_RD,
-        last_R,
-        key_ptr,
-        value_ptr,
-        tables_ptr + sequence.to(tl.int64) * table_stride,
-        head,
-        number * SPLIT,
-        num_keys,
-        factor,
-        NUM_KV_HEADS,
-        ROWS,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        TILE,
-        SPLIT,
-    )
-    place_R = item.to(tl.int64) * NUM_HEADS + head_R
-    tl.store(tops_ptr + place_R, top_R, is_head_R)
-    tl.store(totals_ptr + place_R, total_R, is_head_R)
-    tl.store(sums_ptr + place_R[:, None] * HEAD_DIM + dim_D[None], sum_RD, is_head_R[:, None])
+    for place in range(tl.program_id(0), tl.load(num_items_ptr) * NUM_KV_HEADS, tl.num_programs(0)):
+        item = place // NUM_KV_HEADS
+        head = place % NUM_KV_HEADS
+        table_row = tl.load(items_ptr + item * 4)
+        row = tl.load(items_ptr + item * 4 + 1)
+        number = tl.load(items_ptr + item * 4 + 2)
+        num_keys = tl.load(items_ptr + item * 4 + 3)
+        head_R = head * NUM_SHARED + shared_R
+        q_offset_RD = (row.to(tl.int64) * NUM_HEADS + head_R)[:, None] * HEAD_DIM + dim_D[None]
+        q_RD = tl.load(q_ptr + q_offset_RD, is_head_R[:, None], 0.0)
+        last_R = tl.zeros([ROWS], tl.int32) + (num_keys - 1)
+        top_R, total_R, sum_RD = _attend_split(
+            q_RD,
+            last_R,
+            key_ptr,
+            value_ptr,
+            tables_ptr + table_row.to(tl.int64) * table_stride,
+            head,
+            number * SPLIT,
+            num_keys,
+            factor,
+            NUM_KV_HEADS,
+            ROWS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            TILE,
+            SPLIT,
+        )
+        place_R = item.to(tl.int64) * NUM_HEADS + head_R
+        tl.store(tops_ptr + place_R, top_R, is_head_R)
+        tl.store(totals_ptr + place_R, total_R, is_head_R)
+        tl.store(sums_ptr + place_R[:, None] * HEAD_DIM + dim_D[None], sum_RD, is_head_R[:, None])
 
 
 @triton.jit
@@ -348,9 +353,9 @@ def _fold_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
-    """Fold the splits of DIMS dimensions of one row and head; SPLITS of them are read at a time."""
+    """Fold the splits of DIMS dimensions of one row and head, SPLITS of them read at a time; without splits, zeros."""
     index = tl.program_id(0) // NUM_HEADS
     head = tl.program_id(0) % NUM_HEADS
     row = tl.load(rows_ptr + index * 3)
@@ -358,11 +363,12 @@ def _fold_kernel(
     count = tl.load(rows_ptr + index * 3 + 2)
     dim_D = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
     place = first.to(tl.int64) * NUM_HEADS + head
-    if CHAINED:
+    if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    top = tl.load(tops_ptr + place)
-    total = tl.load(totals_ptr + place)
-    sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D)
+        tl.extra.cuda.gdc_launch_dependents()
+    top = tl.load(tops_ptr + place, count > 0, 0.0)
+    total = tl.load(totals_ptr + place, count > 0, 1.0)
+    sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D, count > 0, 0.0)
     for start in range(1, count, SPLITS):
         for step in tl.static_range(SPLITS):
             # Beyond the last split there is nothing, which folds into no change.
@@ -383,6 +389,7 @@ def _chunk_kernel(
     value_ptr,
     tables_ptr,
     tiles_ptr,
+    num_tiles_ptr,
     out_ptr,
     table_stride,
     factor,
@@ -394,11 +401,17 @@ def _chunk_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """A tile of positions of one sequence for the query heads of one kv head; splits are folded in registers."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) // NUM_KV_HEADS
     head = tl.program_id(0) % NUM_KV_HEADS
-    sequence = tl.load(tiles_ptr + tile * 4)
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    table_row = tl.load(tiles_ptr + tile * 4)
     first_row = tl.load(tiles_ptr + tile * 4 + 1)
     num_positions = tl.load(tiles_ptr + tile * 4 + 2)
     position = tl.load(tiles_ptr + tile * 4 + 3)
@@ -413,7 +426,7 @@ def _chunk_kernel(
     q_RD = tl.load(q_ptr + offset_RD, exists_R[:, None], 0.0)
     num_keys = position + num_positions
     last_R = position + tl.minimum(place_R, num_positions - 1)
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    table_ptr = tables_ptr + table_row.to(tl.int64) * table_stride
     top_R, total_R, sum_RD = _attend_split(
         q_RD, last_R, key_ptr, value_ptr, table_ptr, head, 0, num_keys, factor,
         NUM_KV_HEADS, ROWS, HEAD_DIM, BLOCK_SIZE, TILE, SPLIT,

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paged.kernels.launch import is_dependent, options
+
 
 def store_triton(
     key_cache: torch.Tensor,
@@ -20,10 +22,12 @@ def store_triton(
 ) -> None:
     """Write row t of keys and values to cell ``cell_T[t]`` of caches [num_blocks, block_size, K, D].
 
+    A row whose cell is negative is one of padding and is not stored.
+
     Args:
         key_cache, value_cache: contiguous, not fp8, which needs scales.
         key_TKD, value_TKD: rows may be apart, their elements adjoin.
-        cell_T: int64, distinct.
+        cell_T: int64, distinct where they are not negative.
 
     Raises:
         AssertionError: on rows whose elements do not adjoin.
@@ -46,8 +50,9 @@ def store_triton(
         value_TKD.stride(0),
         WIDTH=width,
         PADDED=padded,
+        IS_DEPENDENT=is_dependent(key_TKD),
         num_warps=max(1, min(8, padded // 256)),
-        enable_fp_fusion=False,
+        **options(key_TKD),
     )
 
 
@@ -62,11 +67,15 @@ def _store_kernel(
     value_stride,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     cell = tl.load(cell_ptr + row)
     column_W = tl.arange(0, PADDED)
-    exists_W = column_W < WIDTH
+    exists_W = (column_W < WIDTH) & (cell >= 0)
     key_W = tl.load(key_ptr + row * key_stride + column_W, exists_W)
     value_W = tl.load(value_ptr + row * value_stride + column_W, exists_W)
     tl.store(key_cache_ptr + cell * WIDTH + column_W, key_W.to(key_cache_ptr.dtype.element_ty), exists_W)
