@@ -35,7 +35,8 @@ def random_engine(numerics: str) -> Engine:
     decoder = Decoder.random(spec, 0, numerics=Numerics(mode=numerics), dtype=torch.bfloat16)
     cache = KVCache(spec, 256, 16, dtype=torch.bfloat16)
     runner = TorchRunner(decoder, cache, None, max_num_seqs=16, max_seq_len=1024, eos_token_ids=())
-    limits = EngineConfig(max_num_seqs=16).limits(num_blocks=256, max_seq_len=1024, vocab_size=512)
+    config = EngineConfig(max_num_seqs=16).resolved(cache.device)
+    limits = config.limits(num_blocks=256, max_seq_len=1024, vocab_size=512)
     return Engine(runner, Scheduler(limits))
 
 

@@ -158,6 +158,7 @@ class Engine:
         need_weights = config.weights != "dummy"
         folder, spec = find_model(model, spec, need_weights=need_weights, max_seq_len=config.max_seq_len)
         device = resolve_device(config.device)
+        config = config.resolved(device)
         check_tp(spec, config.tp)
         check_k_segments(spec, config.tp, config.k_segments)
         position_limit(config, spec)
@@ -465,7 +466,7 @@ class Engine:
         return self.scheduler.weight_version
 
     def metrics(self) -> dict[str, int | float]:
-        """Counts and sizes for a summary: tokens, steps, preemptions, the pool, peak device memory, start-up time."""
+        """Counts and sizes for a summary: tokens, steps, preemptions, the pool, limits, peak memory, start-up time."""
         counters = asdict(self.scheduler.counters)
         limits = self.scheduler.config
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -473,6 +474,9 @@ class Engine:
         return {
             **counters,
             "kv_tokens": limits.num_blocks * limits.block_size,
+            "depth": limits.depth,
+            "max_step_tokens": limits.max_step_tokens,
+            "chunk_size": limits.chunk_size,
             "peak_device_bytes": peak,
             "startup_s": self.startup_s,
         }

@@ -42,10 +42,12 @@ class EngineConfig:
         kv_dtype: of the cache; None takes ``dtype``; ``fp8`` is e4m3 with a scale for each token and kv head.
         block_size: tokens in a cache block.
         num_blocks: blocks in the pool; None sizes it from the device's memory.
-        max_num_seqs, max_step_tokens, chunk_size: limits of a step, see ``SchedulerConfig``.
+        max_num_seqs: most sequences in a step.
+        max_step_tokens: most tokens computed in a step; None is 8192 on a GPU, 2048 on the CPU.
+        chunk_size: most tokens of one sequence in a step; None is ``max_step_tokens`` on a GPU, 512 on the CPU.
         max_seq_len: most tokens of a sequence; None takes the model's limit.
         gpu_memory_utilization: share of a GPU's memory that the engine may use.
-        depth: most steps in flight.
+        depth: most steps in flight; None is 2 on a GPU, 1 on the CPU.
         seed: start of the random streams of requests without their own, and of dummy weights.
         device: ``auto``, ``cpu`` or ``cuda``.
         prefix_reuse: reuse cached blocks of equal prefixes.
@@ -68,11 +70,11 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     max_num_seqs: int = 256
-    max_step_tokens: int = 2048
-    chunk_size: int = 512
+    max_step_tokens: int | None = None
+    chunk_size: int | None = None
     max_seq_len: int | None = None
     gpu_memory_utilization: float = 0.9
-    depth: int = 1
+    depth: int | None = None
     seed: int = 0
     device: str = "auto"
     prefix_reuse: bool = True
@@ -99,7 +101,7 @@ class EngineConfig:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
-        self.limits(num_blocks=1 if self.num_blocks is None else self.num_blocks)
+        self.resolved(torch.device("cpu")).limits(num_blocks=1 if self.num_blocks is None else self.num_blocks)
 
     def replaced(self, **fields: Any) -> EngineConfig:
         """This configuration with some fields changed; an unknown one is a ``ValueError`` that names it."""
@@ -109,6 +111,20 @@ class EngineConfig:
                 raise ValueError(f"{name} is not a field of EngineConfig; known: {known}")
         return replace(self, **fields)
 
+    def resolved(self, device: torch.device) -> EngineConfig:
+        """This configuration with a device's numbers for ``depth``, ``max_step_tokens`` and ``chunk_size``."""
+        if None not in (self.depth, self.max_step_tokens, self.chunk_size):
+            return self
+        on_gpu = device.type == "cuda"
+        depth, max_step_tokens, chunk_size = self.depth, self.max_step_tokens, self.chunk_size
+        if depth is None:
+            depth = 2 if on_gpu else 1
+        if max_step_tokens is None:
+            max_step_tokens = 8192 if on_gpu else 2048
+        if chunk_size is None:
+            chunk_size = max_step_tokens if on_gpu else 512
+        return replace(self, depth=depth, max_step_tokens=max_step_tokens, chunk_size=chunk_size)
+
     def build_numerics(self) -> Numerics:
         """How sums are formed."""
         return Numerics(mode=self.numerics, k_segments=self.k_segments, reduce_dtype=self.reduce_dtype)
@@ -116,7 +132,10 @@ class EngineConfig:
     def limits(
         self, *, num_blocks: int, max_seq_len: int | None = None, vocab_size: int | None = None
     ) -> SchedulerConfig:
-        """The scheduler's limits, once the pool's size and the model are known."""
+        """The scheduler's limits, once the device, the pool's size and the model are known."""
+        assert self.depth is not None, "resolve it first"
+        assert self.max_step_tokens is not None, "resolve it first"
+        assert self.chunk_size is not None, "resolve it first"
         return SchedulerConfig(
             num_blocks=num_blocks,
             block_size=self.block_size,

@@ -84,6 +84,23 @@ def test_the_defaults_are_the_librarys() -> None:
     assert config.sampling == SamplingParams(n=4, max_tokens=None)
 
 
+def test_limits_that_are_not_given_are_the_devices() -> None:
+    import torch
+
+    from paged.engine import EngineConfig
+
+    def limits(device: str, **given: int) -> tuple[int, int, int]:
+        made = EngineConfig(**given).resolved(torch.device(device)).limits(num_blocks=1)
+        return made.depth, made.max_step_tokens, made.chunk_size
+
+    assert limits("cpu") == (1, 2048, 512)
+    assert limits("cuda") == limits("cuda:1") == (2, 8192, 8192)
+    assert limits("cuda", max_step_tokens=1000) == (2, 1000, 1000)
+    assert limits("cpu", max_step_tokens=1000, depth=3) == (3, 1000, 512)
+    for device in ("cpu", "cuda"):
+        assert limits(device, depth=1, max_step_tokens=64, chunk_size=7) == (1, 64, 7)
+
+
 def test_choices_arrive_as_typed_objects() -> None:
     assert composed("policy=fifo").engine["policy"] == Fifo()
     assert composed("policy=reserve").engine["policy"] == Reserve()

@@ -271,12 +271,12 @@ class EngineSchema:
     block_size: int = MISSING
     num_blocks: int | None = MISSING
     max_num_seqs: int = MISSING
-    max_step_tokens: int = MISSING
-    chunk_size: int = MISSING
+    max_step_tokens: int | None = MISSING
+    chunk_size: int | None = MISSING
     max_seq_len: int | None = MISSING
     allow_long_context: bool = MISSING
     gpu_memory_utilization: float = MISSING
-    depth: int = MISSING
+    depth: int | None = MISSING
     seed: int = MISSING
     device: Device = MISSING
     weights: Weights = MISSING

@@ -662,6 +662,7 @@ def test_what_an_engine_is_built_from_is_checked() -> None:
         ({"num_blocks": -1}, "num_blocks"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"depth": 0}, "depth"),
+        ({"max_step_tokens": 0}, "max_step_tokens"),
         ({"chunk_size": 1.5}, "chunk_size"),
         ({"policy": "fifo"}, "policy"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
