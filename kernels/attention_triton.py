@@ -102,7 +102,7 @@ def decode_attention(
 ) -> None:
     """Write attention of the rows of ``work`` to their rows of ``out_THD``: its splits first, then row by row.
 
-    Rows of ``work`` without items are given zeros.
+    Rows of ``work`` without items are given zeros, unless they are negative.
     """
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     num_shared = q_THD.shape[1] // num_kv_heads
@@ -379,7 +379,8 @@ def _fold_kernel(
             sum2_D = tl.load(sums_ptr + here * HEAD_DIM + dim_D, exists, 0.0)
             top, total, sum_D = _fold(top, total, sum_D, top2, total2, sum2_D, factor)
     out_offset = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    tl.store(out_ptr + out_offset + dim_D, (sum_D / total).to(out_ptr.dtype.element_ty))
+    is_row_D = (dim_D < HEAD_DIM) & (row >= 0)
+    tl.store(out_ptr + out_offset + dim_D, (sum_D / total).to(out_ptr.dtype.element_ty), is_row_D)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from paged.kernels.sampling import SampledRows, sample
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.slots import Asks, SlotTables
-from paged.runner.transfers import download
+from paged.runner.transfers import download, staging
 
 # Sizes that steps of a few rows are padded to; larger ones are those that products are padded to.
 SMALL_SIZES = (1, 2, 4, 8)
@@ -32,11 +32,11 @@ def can_graph(decoder: Decoder, cache: KVCache) -> bool:
     """Whether steps of this model can be graphs: on one card, with attention by our kernels."""
     if cache.device.type != "cuda" or decoder.group.size > 1:
         return False
-    from paged.kernels.attention_triton import supported
+    from paged.kernels.attention_triton import unsupported
 
     spec = decoder.local_spec
     q_THD = torch.empty((1, spec.num_heads, spec.head_dim), dtype=decoder.dtype, device=cache.device)
-    return supported(q_THD, cache.layers[0])
+    return unsupported(q_THD, cache.layers[0], decoder.numerics) is None
 
 
 class StepGraphs:
@@ -82,8 +82,7 @@ class StepGraphs:
         # Tokens, log-probabilities before and after truncation, NaN flags of rows, and of plan rows.
         self._results_5S = torch.zeros((5, num_slots), dtype=torch.int32, device=device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._recorder: _Recorder | None = None
         self._num_rows = self._num_sampled = 0
 
     @property
@@ -101,7 +100,6 @@ class StepGraphs:
             self._inputs[self._front : self._front + size] = padding
             self._run(("compute", size, False), lambda size=size: self._compute(size, has_chunks=False))
             self._run(("sample", size, 0), lambda size=size: self._sample(size, 0))
-        torch.cuda.synchronize()
 
     def compute(self, plan: StepPlan, rows: Sequence[int]) -> bool:
         """Run the network over a plan's rows; False, and nothing is done, if the step is too large for a graph.
@@ -118,13 +116,15 @@ class StepGraphs:
         size = self._sizes[self._size_index(num_tokens)]
         offsets = ends - lengths
         has_chunks = num_tokens > len(slots)
-        items_I4, decoded_N3, _ = decode_arrays(starts, lengths, offsets, slots, self._split)
+        items_I4, decoded_N3, _ = decode_arrays(starts, lengths, offsets, slots, split=self._split)
         if len(items_I4) > self._most_items:
             return False
-        tiles_N4 = tile_arrays(starts, lengths, offsets, slots, self._tile_positions) if has_chunks else items_I4[:0]
+        tiles_N4 = items_I4[:0]
+        if has_chunks:
+            tiles_N4 = tile_arrays(starts, lengths, offsets, slots, num_positions=self._tile_positions)
         slot_T, position_T, tiles, items = self._sections(size, has_chunks)
         num_words = items.start + items_I4.size
-        host = torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+        host = staging(num_words, self._inputs.device)
         words = host.numpy()
         words[: self._front] = 0
         words[self._counts] = len(items_I4), len(tiles_N4), 0, 0
@@ -194,7 +194,7 @@ class StepGraphs:
         num_rows = min(size, self._num_slots)
         decode = DecodeWork(
             items_I4=inputs[sections[3]].view(-1, 4),
-            rows_N3=inputs[self._decoded].view(-1, 3)[:num_rows],
+            rows_N3=inputs[self._decoded][: 3 * num_rows].view(-1, 3),
             num_items_1=inputs[:1],
             most_splits=2 if size > 16 else self._most_items,
         )
@@ -239,15 +239,30 @@ class StepGraphs:
             graph.replay()
             return
         work()
+        if self._recorder is None:
+            self._recorder = _Recorder(self._inputs.device)
+        self._graphs[key] = self._recorder.record(work)
+
+
+class _Recorder:
+    """Makes graphs that share their memory, because they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """The graph of what ``work`` launches, which is not done; its kernels must have been built."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            # Other threads may go on with what they do.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:
                 graph.capture_end()
-        self._graphs[key] = graph
+        return graph
 
 
 def _words(number: int) -> int:

@@ -1,6 +1,6 @@
 """Between host and device: copies that nobody waits for, and the device's own clock.
 
-On the CPU, where all is done at once, copies are the tensors themselves and the clock is the host's.
+On the CPU, where all is done at once, the clock is the host's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def staging(num_words: int, device: torch.device) -> torch.Tensor:
+    """Memory of the host, int32 [num_words], for a copy to the device that nobody waits for; used once."""
+    return torch.empty(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the host, to be read once the device's work up to now is done; on the CPU the tensor itself."""
+    """A copy of ``tensor`` on the host, to be read once the device's work up to now is done."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
