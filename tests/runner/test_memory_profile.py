@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paged.core.memory import GIB
+from paged.engine_config import EngineConfig
 from paged.runner.kv_cache import KVCache
 from paged.runner.memory_profile import (
     MOST_CONTEXT_BYTES,
@@ -13,10 +14,13 @@ from paged.runner.memory_profile import (
     MemoryProfile,
     StepLimits,
     check_share,
+    measure_profile,
     run_step,
 )
 from tests.engine_tools import SPEC, VOCAB, random_decoder
 
+CPU = torch.device("cpu")
+MIB = 2**20
 PROFILE = MemoryProfile(device_bytes=1000, weights_bytes=300, activation_bytes=50, context_bytes=40, graph_bytes=10)
 LIMITS = StepLimits(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, max_seq_len=100, pool_tokens=1000)
 
@@ -75,6 +79,108 @@ def test_a_step_of_any_size_needs_one_block(kv_dtype: torch.dtype) -> None:
         tokens_R = run_step(random_decoder(), cache, starts, lengths, LIMITS.num_logits)
         assert tokens_R.shape == (64,)
         assert int(tokens_R.max()) < VOCAB
+
+
+class FakeCard:
+    """Stands for a card of 24 GiB: the weights take 2 GiB, steps 300 and 100 MiB, a workspace stays, libraries come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peaks = [300 * MIB, 100 * MIB]
+        self.allocated = 2 * GIB
+        self.outside = 500 * MIB
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *args: self.allocated)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *args: self.allocated + 5 * MIB)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *args: (self.free, 24 * GIB))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", self.peak)
+
+    @property
+    def free(self) -> int:
+        return 24 * GIB - self.allocated - 5 * MIB - self.outside
+
+    def peak(self, *args: object) -> int:
+        self.allocated += 16 * MIB
+        self.outside += 20 * MIB
+        return self.allocated - 16 * MIB + self.peaks.pop(0)
+
+
+def test_a_profile_is_made_of_what_the_card_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCard(monkeypatch)
+    before = card(free=23 * GIB)
+    profile = measure_profile(random_decoder(), torch.float32, LIMITS, before, CPU)
+    assert profile == MemoryProfile(
+        device_bytes=24 * GIB,
+        weights_bytes=2 * GIB,
+        activation_bytes=332 * MIB,
+        context_bytes=540 * MIB,
+        graph_bytes=100 * MIB,
+    )
+
+
+def test_an_engine_s_steps_are_measured_at_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged import engine_parts
+
+    FakeCard(monkeypatch)
+    config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, tp=1).resolved(CPU)
+    asked: list[StepLimits] = []
+
+    def measure(decoder: object, kv_dtype: object, limits: StepLimits, *args: object) -> MemoryProfile:
+        asked.append(limits)
+        return PROFILE
+
+    monkeypatch.setattr(engine_parts, "measure_profile", measure)
+    for num_blocks in (250, None):
+        engine_parts._measured(
+            random_decoder(), torch.float32, card(free=0), config.replaced(num_blocks=num_blocks), 100
+        )
+    # 0.9 of 24 GiB less 2 GiB of weights, in tokens of 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes.
+    most = (int(0.9 * 24 * GIB) - 2 * GIB) // 256
+    assert asked == [LIMITS, replace(LIMITS, pool_tokens=most)]
+
+
+def test_a_summary_has_the_plan_beside_what_was_measured() -> None:
+    """Unmeasured, the plan counts the parameters and allows half a GiB each for activations and context."""
+    from paged.engine_parts import _memory_summary
+
+    profile = replace(PROFILE, device_bytes=24 * GIB)
+    config = EngineConfig(block_size=4, max_num_seqs=10**6, gpu_memory_utilization=0.5)
+    found = _memory_summary(profile, config, SPEC, torch.float32, torch.bfloat16, 256)
+    weights = 4 * SPEC.num_parameters()
+    assert found.pop("planned") == {
+        "weights_bytes": weights,
+        "activation_bytes": GIB // 2,
+        "context_bytes": GIB // 2,
+        "kv_tokens": (12 * GIB - weights - GIB) // (4 * 128) * 4,
+    }
+    assert found == {
+        "device_bytes": 24 * GIB,
+        "weights_bytes": 300,
+        "activation_bytes": 50,
+        "context_bytes": 40,
+        "graph_bytes": 10,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ("load_decoder", "dtype must be smaller or tp larger: the weights do not fit"),
+        ("KVCache", "num_blocks, max_num_seqs or max_seq_len must be smaller: the cache and its tables do not fit"),
+        ("TorchRunner.warm_up", r"gpu_memory_utilization \(or num_blocks\), max_num_seqs or max_step_tokens"),
+    ],
+)
+def test_whatever_does_not_fit_at_the_start_is_told_with_what_to_lower(
+    stage: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paged import Engine, engine_parts
+
+    def full(*args: object, **fields: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+
+    monkeypatch.setattr(f"{engine_parts.__name__}.{stage}", full)
+    with pytest.raises(ValueError, match=sentence):
+        Engine.from_pretrained("tiny", device="cpu")
 
 
 @pytest.mark.gpu
