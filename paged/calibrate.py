@@ -165,7 +165,10 @@ def _memory(runs: Sequence[_Run]) -> Memory:
     if facts.spec is not None and dtype in DTYPE_BYTES and kv_dtype in KV_DTYPE_BYTES and tp is not None:
         weights_bytes = num_parameters_per_rank(facts.spec, tp) * DTYPE_BYTES[dtype]
         kv_bytes = num_blocks * block_size * kv_token_bytes(facts.spec, kv_dtype, tp)
-        if facts.peak_bytes is not None:
+        weights_bytes = facts.weights_bytes or weights_bytes
+        if facts.activation_bytes is not None:
+            activation_bytes = facts.activation_bytes + (facts.graph_bytes or 0)
+        elif facts.peak_bytes is not None:
             activation_bytes = max(0, facts.peak_bytes - weights_bytes - kv_bytes)
     return Memory(
         num_blocks=num_blocks,

@@ -89,6 +89,10 @@ class Engine:
         device_name: what computes, for summaries.
         step_log: receives every event; closed with the engine.
         leader: leads the other ranks, which have the same scheduler; they end with the engine.
+
+    Attributes:
+        startup_s: seconds that ``from_pretrained`` took.
+        memory: what it measured of this rank's card, in bytes, for summaries; None on the CPU.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class Engine:
         self._undone: list[Finished] = []
         self._streamed: set[str] = set()
         self.startup_s = 0.0
+        self.memory: Mapping[str, Any] | None = None
         if step_log is not None:
             policy = scheduler.policy
             step_log.config(asdict(scheduler.config), {"name": type(policy).__name__.lower(), **asdict(policy)})
@@ -185,6 +190,7 @@ class Engine:
                 leader=leader,
             )
             undoing.pop_all()
+        engine.memory = parts.memory
         engine.startup_s = time.perf_counter() - started
         return engine
 

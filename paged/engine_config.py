@@ -8,18 +8,16 @@ from typing import Any
 
 import torch
 
-from paged.core.memory import SAMPLING_BYTES, kv_budget_bytes, kv_token_bytes, num_blocks_in
+from paged.core.memory import kv_token_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Policy, num_blocks_for
 from paged.core.scheduler import SchedulerConfig
-from paged.core.sharding import num_parameters_per_rank
 from paged.kernels.numerics import MODES, Numerics
 from paged.model.decoder import TORCH_DTYPES
 
 KV_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
 
-# On a GPU, what activations and the runtime take until it is measured; on a CPU, the whole pool.
-OTHER_GPU_BYTES = 1 << 30
+# The pool of an engine on the CPU that is not told how many blocks to have.
 CPU_POOL_BYTES = 2 << 30
 
 # A year: what clocks and sockets take.
@@ -41,12 +39,12 @@ class EngineConfig:
         dtype: of weights and activations; None takes the checkpoint's.
         kv_dtype: of the cache; None takes ``dtype``; ``fp8`` is e4m3 with a scale for each token and kv head.
         block_size: tokens in a cache block.
-        num_blocks: blocks in the pool; None sizes it from the device's memory.
+        num_blocks: blocks in the pool; None sizes it: on a GPU from what is measured of its memory.
         max_num_seqs: most sequences in a step.
         max_step_tokens: most tokens computed in a step; None is 8192 on a GPU, 2048 on the CPU.
         chunk_size: most tokens of one sequence in a step; None is ``max_step_tokens`` on a GPU, 512 on the CPU.
         max_seq_len: most tokens of a sequence; None takes the model's limit.
-        gpu_memory_utilization: share of a GPU's memory that the engine may use.
+        gpu_memory_utilization: share of a GPU's memory that the engine may use, cache, context and libraries included.
         depth: most steps in flight; None is 2 on a GPU, 1 on the CPU.
         seed: start of the random streams of requests without their own, and of dummy weights.
         device: ``auto``, ``cpu`` or ``cuda``.
@@ -166,40 +164,26 @@ def position_limit(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def sized_num_blocks(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, limit: int
+    config: EngineConfig, spec: ModelSpec, kv_dtype: torch.dtype, budget_bytes: int, limit: int
 ) -> int:
-    """Blocks of a rank's pool that fills its device's share, but holds no more than ``max_num_seqs`` sequences can use.
+    """Blocks of a rank's pool that fills its budget, but holds no more than ``max_num_seqs`` sequences can use.
 
     Args:
-        config: utilization, block size, number of sequences and of ranks.
+        config: block size, number of sequences and of ranks.
         spec: the model.
-        dtype: of its weights.
         kv_dtype: of the cache.
-        device: where both lie, this rank's.
+        budget_bytes: what is left for the pool; may be negative.
         limit: most tokens of a sequence.
 
-    Raises:
-        ValueError: not even one block fits.
+    Returns:
+        0 if not even one block fits.
     """
-    block_bytes = config.block_size * kv_token_bytes(spec, _name(kv_dtype), config.tp)
-    if device.type == "cpu":
-        budget = CPU_POOL_BYTES
-    else:
-        device_bytes = torch.cuda.get_device_properties(device).total_memory
-        weights = num_parameters_per_rank(spec, config.tp) * dtype.itemsize
-        sampling = config.max_num_seqs * spec.vocab_size * SAMPLING_BYTES
-        budget = kv_budget_bytes(device_bytes, config.gpu_memory_utilization, weights, OTHER_GPU_BYTES + sampling)
+    block_bytes = config.block_size * kv_token_bytes(spec, dtype_name(kv_dtype), config.tp)
     max_blocks = num_blocks_for(limit, config.block_size)
-    num_blocks = num_blocks_in(budget, block_bytes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
-    if num_blocks < 1:
-        raise ValueError(
-            f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for the cache beside the weights; "
-            "raise it, or use a smaller dtype"
-        )
-    return num_blocks
+    return num_blocks_in(budget_bytes, block_bytes, max_num_seqs=config.max_num_seqs, max_blocks=max_blocks)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as the config names it."""
     return str(dtype).removeprefix("torch.")
 

@@ -51,7 +51,7 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
         # Stopped processes of another launcher's can't be ended, so that the exchange itself needs the limit.
         group = make_group(0, size, store, devices[0], ranks.host, None if launch is None else limit_s)
         leader = Leader(ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads)
-        parts = build_parts(blueprint, devices[0], group, leader.least)
+        parts = build_parts(blueprint, devices[0], group, leader.least, leader.computing)
         leader.runner = parts.runner
         leader.check_equal("numerics_id", parts.numerics_id)
         with leader.computing():

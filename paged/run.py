@@ -232,6 +232,7 @@ class _Run:
                 # Of this session, which is the whole run unless it was resumed; those of the whole folder follow.
                 **engine.metrics(),
                 **({"peak_device_bytes_by_rank": peaks} if any(peaks) else {}),
+                **({"memory": engine.memory} if engine.memory is not None else {}),
                 "tokens_per_s_end_to_end": num_tokens / elapsed_s,
                 "elapsed_s": elapsed_s,
                 **self.tally.summary(),

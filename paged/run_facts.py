@@ -29,7 +29,9 @@ class RunFacts:
         versions: of the packages that ran.
         spec: the model's description, if it can be found.
         peak_bytes: peak memory of the device.
-        context_bytes: what the runtime and its libraries held beside that.
+        weights_bytes, activation_bytes, graph_bytes: what was measured on rank 0's card: the parameters, the most that
+            a step takes, and what CUDA graphs keep.
+        context_bytes: what the runtime and its libraries held outside of all that.
     """
 
     model: str | None
@@ -43,6 +45,9 @@ class RunFacts:
     versions: Mapping[str, Any] = field(default_factory=dict)
     spec: ModelSpec | None
     peak_bytes: int | None
+    weights_bytes: int | None
+    activation_bytes: int | None
+    graph_bytes: int | None
     context_bytes: int | None
 
     @classmethod
@@ -51,7 +56,9 @@ class RunFacts:
         folder = folder.parent if folder.is_file() else folder
         config = _config_of(folder)
         summary = read_json(folder / "summary.json") if (folder / "summary.json").is_file() else {}
-        peak_bytes, context_bytes = (_bytes(summary, key) for key in ("peak_device_bytes", "context_bytes"))
+        peak_bytes = _bytes(summary, "peak_device_bytes")
+        measured = summary.get("memory")
+        memory: Mapping[str, Any] = measured if isinstance(measured, Mapping) else {}
         path = _text(config, "model.path")
         spec = None if path is None else _spec(path, OmegaConf.select(config, "model.spec"))
         dtype = _text(config, "dtype") or (spec.dtype if spec is not None else None)
@@ -71,7 +78,10 @@ class RunFacts:
             versions=summary.get("versions") or {},
             spec=spec,
             peak_bytes=peak_bytes,
-            context_bytes=context_bytes,
+            weights_bytes=_bytes(memory, "weights_bytes"),
+            activation_bytes=_bytes(memory, "activation_bytes"),
+            graph_bytes=_bytes(memory, "graph_bytes"),
+            context_bytes=_bytes(memory, "context_bytes"),
         )
 
 

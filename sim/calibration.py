@@ -134,7 +134,7 @@ class Memory:
         kv_tokens: tokens that it holds.
         kv_bytes: its size.
         weights_bytes: the parameters.
-        activation_bytes: the rest of the peak.
+        activation_bytes: what steps and their CUDA graphs take beside both; if unmeasured, the rest of the peak.
         peak_device_bytes: the most that was allocated at once.
         context_bytes: what the runtime and its libraries hold beside that.
     """

@@ -134,7 +134,7 @@ def test_what_a_card_has_shown_of_its_memory_is_told(cli: Cli, tmp_path: Path) -
     # One of the two kv heads: for each a byte an element, and a scale of four bytes.
     kv = 4096 * 16 * (4 * 2 * 1 * 64 + 4 * 2 * 1 * 4)
     summary = {"peak_device_bytes": weights + kv + 12345, "numerics_id": "abc", "versions": {"torch": "2.11"}}
-    summary["context_bytes"] = 678
+    summary["memory"] = {"context_bytes": 678}
     make_run(tmp_path / "2026-11-30" / "run", config=config, summary=summary)
     code, out, _ = cli("calibrate", "source=2026-11-30")
     assert code == 0
@@ -143,6 +143,13 @@ def test_what_a_card_has_shown_of_its_memory_is_told(cli: Cli, tmp_path: Path) -
     assert (found.memory.weights_bytes, found.memory.kv_bytes) == (weights, kv)
     assert (found.memory.activation_bytes, found.memory.peak_device_bytes) == (12345, weights + kv + 12345)
     assert found.memory.context_bytes == 678
+
+    measured = {"weights_bytes": weights + 9, "activation_bytes": 100, "context_bytes": 678, "graph_bytes": 11}
+    make_run(tmp_path / "other" / "run", config=config, summary={**summary, "memory": measured})
+    code, out, _ = cli("calibrate", "source=other")
+    assert code == 0
+    memory = Calibration.load(folder_of(out)).memory
+    assert (memory.weights_bytes, memory.activation_bytes, memory.context_bytes) == (weights + 9, 111, 678)
     source = found.provenance
     assert (source.model, source.dtype, source.kv_dtype, source.tp) == ("big", "float16", "fp8", 2)
     assert (source.device, source.date, source.numerics, source.numerics_id) == ("cuda", "2026-11-30", "fast", "abc")

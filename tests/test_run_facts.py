@@ -51,7 +51,10 @@ def test_a_folder_with_nothing_says_nothing(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_log_is_read(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"device": "NVIDIA H200", "peak_device_bytes": 7}))
+    memory = {"weights_bytes": 5, "graph_bytes": 3, "context_bytes": 0, "planned": {"activation_bytes": 9}}
+    summary = {"device": "NVIDIA H200", "peak_device_bytes": 7, "memory": memory}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "steps.jsonl").write_text("")
     facts = RunFacts.read(tmp_path / "steps.jsonl")
     assert (facts.device, facts.peak_bytes, facts.context_bytes) == ("NVIDIA H200", 7, None)
+    assert (facts.weights_bytes, facts.activation_bytes, facts.graph_bytes) == (5, None, 3)

@@ -26,6 +26,10 @@ SCALE_BYTES: Final = 4
 SAMPLING_BYTES: Final = 48
 """Bytes of temporaries that sampling makes for each element of the logits: six of 8 bytes at most at a time."""
 
+ACTIVATION_GIB: Final = 0.5
+CONTEXT_GIB: Final = 0.5
+"""What is allowed for a step's temporaries, and for the runtime, where neither is measured or given."""
+
 _MAX_UTILIZATION: Final = 0.98
 _MAX_TP: Final = 64
 
@@ -135,8 +139,8 @@ class Deployment:
     block_size: int = 16
     utilization: float = 0.9
     weights_gib: float | None = None
-    activation_gib: float = 0.5
-    context_gib: float = 0.5
+    activation_gib: float = ACTIVATION_GIB
+    context_gib: float = CONTEXT_GIB
     max_num_seqs: int = 256
     max_seq_len: int
 

@@ -57,13 +57,13 @@ def test_the_engine_sizes_its_pool_by_the_same_arithmetic() -> None:
 
     from paged.engine_config import CPU_POOL_BYTES, EngineConfig, sized_num_blocks
 
+    fp8, budget = torch.float8_e4m3fn, CPU_POOL_BYTES
     plan = deployment("hardware=cpu", "model=tiny", "tp=1", "kv_dtype=fp8", "max_num_seqs=100000")
     config = EngineConfig(kv_dtype="fp8", max_num_seqs=100_000)
     limit = plan.max_seq_len
-    cpu = torch.device("cpu")
-    blocks = sized_num_blocks(config, plan.spec, torch.bfloat16, torch.float8_e4m3fn, cpu, limit)
+    blocks = sized_num_blocks(config, plan.spec, fp8, budget, limit)
     assert blocks == plan.pool().num_blocks == CPU_POOL_BYTES // (16 * kv_token_bytes(plan.spec, "fp8"))
-    few = sized_num_blocks(config.replaced(max_num_seqs=3), plan.spec, torch.bfloat16, torch.bfloat16, cpu, limit)
+    few = sized_num_blocks(config.replaced(max_num_seqs=3), plan.spec, torch.bfloat16, budget, limit)
     assert few == replace(plan, max_num_seqs=3, kv_dtype="bfloat16").pool().num_blocks == 3 * limit // 16
 
 

@@ -1,0 +1,217 @@
+"""Checks what a card's memory is said to be used for: the arithmetic anywhere, the measuring itself on a card."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paged.core.memory import GIB
+from paged.engine_config import EngineConfig
+from paged.runner.kv_cache import KVCache
+from paged.runner.memory_profile import (
+    MOST_CONTEXT_BYTES,
+    CardMemory,
+    MemoryProfile,
+    StepLimits,
+    check_share,
+    measure_profile,
+    run_step,
+)
+from tests.engine_tools import SPEC, VOCAB, random_decoder
+
+CPU = torch.device("cpu")
+MIB = 2**20
+PROFILE = MemoryProfile(device_bytes=1000, weights_bytes=300, activation_bytes=50, context_bytes=40, graph_bytes=10)
+LIMITS = StepLimits(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, max_seq_len=100, pool_tokens=1000)
+
+
+def card(*, free: int, reserved: int = 0, allocated: int = 0) -> CardMemory:
+    return CardMemory(24 * GIB, free, reserved, allocated)
+
+
+def test_the_pool_is_what_all_else_leaves_of_the_share() -> None:
+    assert PROFILE.pool_bytes(1.0) == 600
+    assert PROFILE.pool_bytes(0.9) == 500
+    assert PROFILE.pool_bytes(0.3) == -100
+    for name in ("weights_bytes", "activation_bytes", "context_bytes", "graph_bytes"):
+        more = replace(PROFILE, **{name: getattr(PROFILE, name) + 7})
+        assert more.pool_bytes(0.9) == 493, name
+
+
+def test_a_card_of_ones_own_has_a_context_and_no_others() -> None:
+    before = card(free=24 * GIB - 500)
+    assert before.others == 0
+    # Libraries came, and torch's own memory is not theirs.
+    assert before.context(card(free=14 * GIB - 800, reserved=10 * GIB, allocated=9 * GIB)) == 800
+
+
+def test_what_others_hold_is_theirs() -> None:
+    before = card(free=24 * GIB - MOST_CONTEXT_BYTES - 6 * GIB)
+    assert before.others == 6 * GIB
+    assert before.context(card(free=17 * GIB - 70)) == MOST_CONTEXT_BYTES + 70
+    # Tensors of another engine in the same process are no less in the way.
+    assert card(free=20 * GIB, reserved=4 * GIB, allocated=3 * GIB).others == 3 * GIB
+
+
+def test_a_share_that_others_hold_is_refused_with_what_is_left() -> None:
+    check_share(0.75, 24 * GIB, 18 * GIB)
+    sentence = "must be at most 0.7 here, because 7.0 of the card's 24.0 GiB are in use already, not 0.75"
+    with pytest.raises(ValueError, match=f"^gpu_memory_utilization {sentence}$"):
+        check_share(0.75, 24 * GIB, 17 * GIB)
+    check_share(0.7, 24 * GIB, 17 * GIB)
+
+
+def test_the_largest_steps_are_as_large_as_the_limits_let_them_be() -> None:
+    assert LIMITS.chunks() == ([0, 0, 0], [8, 8, 4])
+    assert LIMITS.decodes() == ([99] * 4, [1] * 4)
+    assert replace(LIMITS, pool_tokens=41).decodes() == ([9] * 4, [1] * 4)
+    assert replace(LIMITS, pool_tokens=0).decodes() == ([0] * 4, [1] * 4)
+    assert replace(LIMITS, max_step_tokens=3).decodes() == ([99] * 3, [1] * 3)
+    assert replace(LIMITS, max_seq_len=4).chunks() == ([0] * 4, [4] * 4)
+    assert LIMITS.num_logits == 64
+    assert replace(LIMITS, max_num_seqs=65).num_logits == 65
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_step_of_any_size_needs_one_block(kv_dtype: torch.dtype) -> None:
+    cache = KVCache(SPEC, 1, LIMITS.block_size, dtype=kv_dtype)
+    for starts, lengths in (LIMITS.chunks(), LIMITS.decodes()):
+        tokens_R = run_step(random_decoder(), cache, starts, lengths, LIMITS.num_logits)
+        assert tokens_R.shape == (64,)
+        assert int(tokens_R.max()) < VOCAB
+
+
+class FakeCard:
+    """Stands for a card of 24 GiB: the weights take 2 GiB, steps 300 and 100 MiB, a workspace stays, libraries come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peaks = [300 * MIB, 100 * MIB]
+        self.allocated = 2 * GIB
+        self.outside = 500 * MIB
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *args: self.allocated)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *args: self.allocated + 5 * MIB)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *args: (self.free, 24 * GIB))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", self.peak)
+
+    @property
+    def free(self) -> int:
+        return 24 * GIB - self.allocated - 5 * MIB - self.outside
+
+    def peak(self, *args: object) -> int:
+        self.allocated += 16 * MIB
+        self.outside += 20 * MIB
+        return self.allocated - 16 * MIB + self.peaks.pop(0)
+
+
+def test_a_profile_is_made_of_what_the_card_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCard(monkeypatch)
+    before = card(free=23 * GIB)
+    profile = measure_profile(random_decoder(), torch.float32, LIMITS, before, CPU)
+    assert profile == MemoryProfile(
+        device_bytes=24 * GIB,
+        weights_bytes=2 * GIB,
+        activation_bytes=332 * MIB,
+        context_bytes=540 * MIB,
+        graph_bytes=100 * MIB,
+    )
+
+
+def test_an_engine_s_steps_are_measured_at_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged import engine_parts
+
+    FakeCard(monkeypatch)
+    config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, tp=1).resolved(CPU)
+    asked: list[StepLimits] = []
+
+    def measure(decoder: object, kv_dtype: object, limits: StepLimits, *args: object) -> MemoryProfile:
+        asked.append(limits)
+        return PROFILE
+
+    monkeypatch.setattr(engine_parts, "measure_profile", measure)
+    for num_blocks in (250, None):
+        engine_parts._measured(
+            random_decoder(), torch.float32, card(free=0), config.replaced(num_blocks=num_blocks), 100
+        )
+    # 0.9 of 24 GiB less 2 GiB of weights, in tokens of 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes.
+    most = (int(0.9 * 24 * GIB) - 2 * GIB) // 256
+    assert asked == [LIMITS, replace(LIMITS, pool_tokens=most)]
+
+
+def test_a_summary_has_the_plan_beside_what_was_measured() -> None:
+    """Unmeasured, the plan counts the parameters and allows half a GiB each for activations and context."""
+    from paged.engine_parts import _memory_summary
+
+    profile = replace(PROFILE, device_bytes=24 * GIB)
+    config = EngineConfig(block_size=4, max_num_seqs=10**6, gpu_memory_utilization=0.5)
+    found = _memory_summary(profile, config, SPEC, torch.float32, torch.bfloat16, 256)
+    weights = 4 * SPEC.num_parameters()
+    assert found.pop("planned") == {
+        "weights_bytes": weights,
+        "activation_bytes": GIB // 2,
+        "context_bytes": GIB // 2,
+        "kv_tokens": (12 * GIB - weights - GIB) // (4 * 128) * 4,
+    }
+    assert found == {
+        "device_bytes": 24 * GIB,
+        "weights_bytes": 300,
+        "activation_bytes": 50,
+        "context_bytes": 40,
+        "graph_bytes": 10,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ("load_decoder", "dtype must be smaller or tp larger: the weights do not fit"),
+        ("KVCache", "num_blocks, max_num_seqs or max_seq_len must be smaller: the cache and its tables do not fit"),
+        ("TorchRunner.warm_up", r"gpu_memory_utilization \(or num_blocks\), max_num_seqs or max_step_tokens"),
+    ],
+)
+def test_whatever_does_not_fit_at_the_start_is_told_with_what_to_lower(
+    stage: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paged import Engine, engine_parts
+
+    def full(*args: object, **fields: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+
+    monkeypatch.setattr(f"{engine_parts.__name__}.{stage}", full)
+    with pytest.raises(ValueError, match=sentence):
+        Engine.from_pretrained("tiny", device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.parametrize("fields", [{}, {"kv_dtype": "fp8"}, {"max_step_tokens": 512, "max_num_seqs": 300}])
+def test_an_engine_stays_within_what_was_measured(fields: dict[str, object]) -> None:
+    """The pool is sized by the profile alone; the largest steps then need no more than it allows."""
+    from paged import Engine, SamplingParams
+
+    engine = Engine.from_pretrained("tiny", device="cuda", gpu_memory_utilization=0.5, **fields)  # type: ignore[arg-type]
+    memory = engine.memory
+    assert memory is not None
+    weights = engine.executor.decoder.tensors().values()  # type: ignore[attr-defined]
+    assert memory["weights_bytes"] >= sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    assert 0 < memory["graph_bytes"] <= memory["activation_bytes"] < 4 * GIB
+    assert 0 < memory["context_bytes"] < 2 * GIB
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    params = SamplingParams(n=64, max_tokens=16, top_k=20, top_p=0.9, min_p=0.01)
+    prompts = [{"prompt_token_ids": [index % 50] * 200} for index in range(40)]
+    engine.generate(prompts, params, use_tqdm=False)
+    assert torch.cuda.max_memory_allocated() - held <= memory["activation_bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_a_card_that_is_in_use_is_told() -> None:
+    from paged import Engine
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    taken = torch.empty(total // 4, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization must be at most 0\.7\d here"):
+        Engine.from_pretrained("tiny", device="cuda", gpu_memory_utilization=0.9)
+    del taken
