@@ -14,13 +14,11 @@ from paged.core.plan import SAMPLE, SCORE, StepPlan, StepResult
 from paged.core.request import Request
 from paged.kernels import vocab_parallel
 from paged.kernels.attention import BatchLayout
-from paged.kernels.linear import is_canonical
 from paged.kernels.numerics import compute_dtype
 from paged.kernels.sampling import (
     LogitBias,
     Penalties,
     SampledRows,
-    SamplingColumns,
     sample,
     token_logprobs,
     top_logprobs,
@@ -29,6 +27,7 @@ from paged.model.checkpoint import update_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.payload import PromptScore, StepPayload, Stop, TopLogprobs
+from paged.runner.products import prepare_products
 from paged.runner.slots import LIMITS, Asks, SlotState, SlotTables
 from paged.runner.step_graphs import StepGraphs, can_graph
 from paged.runner.text import Tokenizer
@@ -141,20 +140,10 @@ class TorchRunner:
         On a card the library's products of up to ``max_step_tokens`` rows are compared with ours, which takes seconds
         the first time, and steps of decodes become graphs. Writes into block 0, which nobody can hold yet.
         """
+        prepare_products(self.decoder, self.cache, max_step_tokens, max(self.slots.num_slots, SCORE_ROWS))
         layout = BatchLayout.build([0], [1], [[0]], self.cache.block_size, self.device)
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if is_canonical(self.decoder.norm.weight, self.decoder.numerics):
-            from paged.kernels import gemm_dispatch
-
-            with gemm_dispatch.recorded() as products:
-                hidden_TD = self.decoder(token_T, layout, self.cache)
-            with gemm_dispatch.recorded() as head_products:
-                logits_RV = self.decoder.logits(hidden_TD)
-            most_logits = max(self.slots.num_slots, SCORE_ROWS)
-            for asked, num_rows in ((products, max_step_tokens), (head_products, most_logits)):
-                gemm_dispatch.prepare(asked, self.decoder.dtype, self.device, num_rows)
-        else:
-            logits_RV = self.decoder.logits(self.decoder(token_T, layout, self.cache))
+        logits_RV = self.decoder.logits(self.decoder(token_T, layout, self.cache))
         padding = torch.full((1,), self.slots.padding_slot, device=self.device)
         sample(logits_RV, self.slots.columns(padding, torch.zeros_like(padding), Asks(0)))
         if can_graph(self.decoder, self.cache):

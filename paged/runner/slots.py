@@ -150,7 +150,7 @@ class SlotTables:
             self.asks_S[slot] = _asks(request.params, params)
             columns.append((params.temperature, request.seed, params.top_k, params.top_p, params.min_p))
         temperature, seed, top_k, top_p, min_p = zip(*columns, strict=True)
-        values_6B = np.stack(
+        values = np.stack(
             [
                 np.asarray([started.slot for started in batch], dtype=np.int64),
                 np.asarray(temperature, dtype=np.float64).view(np.int64),
@@ -161,8 +161,8 @@ class SlotTables:
                 np.asarray(min_p, dtype=np.float64).view(np.int64),
             ]
         )
-        sent_6B = upload(values_6B, self.device)
-        self._sampling_5S.index_copy_(1, sent_6B[0], sent_6B[1:])
+        sent = upload(values, self.device)
+        self._sampling_5S.index_copy_(1, sent[0], sent[1:])
 
     def _state_of(self, started: Started) -> SlotState:
         request, output = started.request, started.output_ids
@@ -187,8 +187,8 @@ class SlotTables:
         width = table.shape[1]
         places = [np.arange(row * width + column, row * width + column + len(values)) for row, column, values in rows]
         values = np.concatenate([np.asarray(values, dtype=np.int64) for _, _, values in rows])
-        sent_2N = upload(np.stack((np.concatenate(places), values)), self.device)
-        table.view(-1).index_copy_(0, sent_2N[0], sent_2N[1].to(torch.int32))
+        sent = upload(np.stack((np.concatenate(places), values)), self.device)
+        table.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
     def tokens_at(self, slot_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
         """Tokens, int32 [T], of rows whose slots and positions, int64, lie on the device."""

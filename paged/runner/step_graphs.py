@@ -1,9 +1,9 @@
 """CUDA graphs of whole steps: one launch for the network, one for the head and the draw.
 
-A graph repeats launches on fixed memory, so whatever changes from step to step is in one buffer that is rewritten before
-each replay: which slots and positions the rows have, and what the attention kernels are to work through. Steps are
-padded to a few sizes. Rows of padding belong to an empty slot; they are stored nowhere and attended by nobody, and as
-no row's bits hang on another row, they change nothing.
+A graph repeats launches on fixed memory, so whatever changes from step to step is in one buffer that is rewritten
+before each replay: which slots and positions the rows have, and what the attention kernels are to work through. Steps
+are padded to a few sizes. Rows of padding belong to an empty slot; they are stored nowhere and attended by nobody, and
+as no row's bits hang on another row, they change nothing.
 
 Shapes: T rows of a step, B rows of its plan, R of these that sample, S slots.
 """
@@ -11,6 +11,7 @@ Shapes: T rows of a step, B rows of its plan, R of these that sample, S slots.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork, deco
 from paged.kernels.sampling import SampledRows, sample
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
-from paged.runner.slots import Asks, SlotTables
+from paged.runner.slots import SlotTables
 from paged.runner.transfers import download, staging
 
 # Sizes that steps of a few rows are padded to; larger ones are those that products are padded to.
@@ -71,7 +72,7 @@ class StepGraphs:
         self._counts = slice(0, 4)
         places = np.cumsum([4, *[_words(num_slots)] * 4, _words(3 * num_slots)])
         self._last, self._row, self._slot, self._position, self._decoded = (
-            slice(int(first), int(last)) for first, last in zip(places, places[1:], strict=False)
+            slice(int(first), int(last)) for first, last in itertools.pairwise(places)
         )
         self._front = int(places[-1])
         largest = self._sizes[-1]
@@ -80,7 +81,7 @@ class StepGraphs:
         self.last_BD = torch.zeros((num_slots, spec.hidden_size), dtype=decoder.dtype, device=device)
         self.nan_B = torch.zeros(num_slots, dtype=torch.bool, device=device)
         # Tokens, log-probabilities before and after truncation, NaN flags of rows, and of plan rows.
-        self._results_5S = torch.zeros((5, num_slots), dtype=torch.int32, device=device)
+        self._results = torch.zeros((5, num_slots), dtype=torch.int32, device=device)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._recorder: _Recorder | None = None
         self._num_rows = self._num_sampled = 0
@@ -108,7 +109,9 @@ class StepGraphs:
             plan: without scores of prompts.
             rows: of the plan, those that ``sample`` will be asked for.
         """
-        slots, starts, lengths = (np.asarray(column, dtype=np.int32) for column in (plan.slots, plan.starts, plan.lengths))
+        slots, starts, lengths = (
+            np.asarray(column, dtype=np.int32) for column in (plan.slots, plan.starts, plan.lengths)
+        )
         ends = np.cumsum(lengths, dtype=np.int32)
         num_tokens = int(ends[-1])
         if num_tokens > self._sizes[-1]:
@@ -165,7 +168,7 @@ class StepGraphs:
         # Without rows to sample the flags still come.
         size = self._sizes[self._size_index(max(1, num_sampled))]
         self._run(("sample", size, asks), lambda: self._sample(size, asks))
-        tokens_S, logprobs_S, behavior_S, nan_S, nan_B = download(self._results_5S)
+        tokens_S, logprobs_S, behavior_S, nan_S, nan_B = download(self._results)
         sampled = tokens_S, logprobs_S.view(torch.float32), behavior_S.view(torch.float32), nan_S
         return nan_B[:num_rows], tuple(column[:num_sampled] for column in sampled)
 
@@ -201,7 +204,9 @@ class StepGraphs:
         chunks = ChunkTiles(inputs[sections[2]].view(-1, 4), inputs[1:2]) if has_chunks else None
         block_size = cache.block_size
         place_T = slot_T * slots.blocks_SN.shape[1] + position_T // block_size
-        cell_T = slots.blocks_SN.view(-1).index_select(0, place_T).to(torch.int64) * block_size + position_T % block_size
+        cell_T = (
+            slots.blocks_SN.view(-1).index_select(0, place_T).to(torch.int64) * block_size + position_T % block_size
+        )
         last_B = inputs[self._last][:num_rows]
         layout = BatchLayout.planned(
             position_T,
@@ -225,12 +230,12 @@ class StepGraphs:
         logits_RV = self._decoder.logits(self.last_BD.index_select(0, row_R))
         drawn: SampledRows = sample(logits_RV, self._slots.columns(slot_R, position_R, asks))
         self._slots.store_tokens(slot_R, position_R, drawn.tokens_R)
-        results_5S = self._results_5S
-        results_5S[0, :size].copy_(drawn.tokens_R)
-        results_5S[1, :size].copy_(drawn.logprobs_R.view(torch.int32))
-        results_5S[2, :size].copy_(drawn.behavior_logprobs_R.view(torch.int32))
-        results_5S[3, :size].copy_(drawn.nan_R)
-        results_5S[4].copy_(self.nan_B)
+        results = self._results
+        results[0, :size].copy_(drawn.tokens_R)
+        results[1, :size].copy_(drawn.logprobs_R.view(torch.int32))
+        results[2, :size].copy_(drawn.behavior_logprobs_R.view(torch.int32))
+        results[3, :size].copy_(drawn.nan_R)
+        results[4].copy_(self.nan_B)
 
     def _run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Replay the graph of ``work``; the first time do the work plainly, which also builds kernels, then capture."""
