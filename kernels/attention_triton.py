@@ -379,7 +379,7 @@ def _fold_kernel(
             sum2_D = tl.load(sums_ptr + here * HEAD_DIM + dim_D, exists, 0.0)
             top, total, sum_D = _fold(top, total, sum_D, top2, total2, sum2_D, factor)
     out_offset = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    tl.store(out_ptr + out_offset + dim_D, (sum_D / total).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + out_offset + dim_D, (sum_D / total).to(out_ptr.dtype.element_ty), row >= 0)
 
 
 @triton.jit
