@@ -152,11 +152,25 @@ STEPS = [
 
 
 def check_step(lists: Lists, chunks: list[tuple[int, int, int]], padding: list[int], out: torch.Tensor) -> None:
-    expected = torch.cat(lists.step.attend(chunks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_triton_module, "LAST_FOLDS", 0)
+        expected = torch.cat(lists.step.attend(chunks))
     assert torch.equal(out.cpu()[: len(expected)], expected)
     assert not out[padding].any()
 
 
+WAYS = {"second kernel": (0, False), "last folds": (40, False), "last folds, evenly": (40, True)}
+
+
+@pytest.fixture(params=WAYS)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way that the splits of rows are shared and folded; none may touch a bit."""
+    last_folds, even = WAYS[request.param]
+    monkeypatch.setattr(attention_triton_module, "LAST_FOLDS", last_folds)
+    monkeypatch.setattr(attention_triton_module, "DECODE_EVEN", even)
+
+
+@pytest.mark.usefixtures("_way")
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 def test_work_is_read_from_the_device() -> None:
     """One set of lists of fixed length serves every step: the same numbers as lists of the step's own; zeros beside."""
@@ -167,19 +181,25 @@ def test_work_is_read_from_the_device() -> None:
         padding = lists.write(chunks)
         most = max(most, int(lists.tensors["num_items"]) * 2)
         check_step(lists, chunks, padding, lists.attend())
+    assert not attention_triton_module._arrived(torch.device("cpu"), 16).any()
     # Programs must have had to take a second and a third split.
     assert most > 3 * attention_triton_module._decode_programs(torch.device("cpu"))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-@pytest.mark.parametrize("programs", [1, 7, 1000])
-def test_any_number_of_programs_gives_the_same(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+@pytest.mark.parametrize("programs", [1, 10, 1000])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_number_of_programs_gives_the_same(monkeypatch: pytest.MonkeyPatch, programs: int, way: str) -> None:
     step = Step([300, 65, 800], 4, 2, 16, 16, torch.float16, "cpu", seed=0)
     chunks = [(0, 299, 1), (1, 30, 1), (2, 799, 1)]
     expected = step.attend(chunks)
     monkeypatch.setattr(attention_triton_module, "_decode_programs", lambda device: programs)
+    monkeypatch.setattr(attention_triton_module, "LAST_FOLDS", WAYS[way][0])
+    monkeypatch.setattr(attention_triton_module, "DECODE_EVEN", WAYS[way][1])
     for ours, theirs in zip(step.attend(chunks), expected, strict=True):
         assert torch.equal(ours, theirs)
+    # Each split was done once: 14 of them shared evenly by 10 programs are 7 programs' with 2 each.
+    assert not attention_triton_module._arrived(torch.device("cpu"), 8).any()
 
 
 def test_reasons_to_refuse() -> None:
@@ -202,6 +222,7 @@ def test_reasons_to_refuse() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_way")
 @pytest.mark.skipif(not ON_CARD, reason="needs a card")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 2, 64), (16, 8, 32)])
