@@ -28,7 +28,7 @@ class DecodeWork:
         items_I4: int32, one split: its sequence's row of the block tables, row of the step, number of the split, keys
             of the row. A row's splits adjoin, in order.
         rows_N3: int32, one row: row of the step, its first item, number of its items. A row without items is one of
-            padding and is given zeros, a negative one nothing; each row of the step occurs at most once.
+            padding and is given zeros; one whose number is negative is none at all.
         num_items_1: int32 [1], how many of the items count.
         most_splits: no row has more items; a launch may be built for it, no bits hang on it.
     """

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
 
 from oracles import dense_attention
+from paged.kernels import attention as attention_module
 from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.batch_layout import decode_arrays, tile_arrays
 from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 
@@ -179,3 +183,102 @@ def test_layout_matches_a_loop() -> None:
 def test_layout_refuses_a_short_table() -> None:
     with pytest.raises(AssertionError, match="too short"):
         BatchLayout.build([8], [1], [[0, 1]], 4)
+
+
+@pytest.mark.parametrize("numerics", [INVARIANT, FAST], ids=lambda n: n.mode)
+def test_a_table_of_more_rows_gives_the_same(numerics: Numerics) -> None:
+    """A sequence's blocks may be any row of the tables; the others are never looked up."""
+    texts = [Text(20 + i, length, 4, 2, torch.float32) for i, length in enumerate((90, 300, 33, 70))]
+    paged = Paged(texts, 16)
+    chunks = [(0, 80, 10), (1, 299, 1), (2, 0, 33), (3, 69, 1)]
+    expected = torch.cat(paged.attend(chunks, numerics))
+    rows = [5, 0, 7, 2]
+    tables = np.full((8, paged.tables.shape[1]), 2**30, dtype=np.int32)
+    tables[rows] = paged.tables
+    slots = torch.from_numpy(tables)
+    which, starts, lengths = zip(*chunks, strict=True)
+    layout = BatchLayout.build(starts, lengths, slots, 16, table_rows=rows)
+    assert layout.block_tables_BN is slots
+    own = BatchLayout.build(starts, lengths, paged.tables[list(which)], 16)
+    assert torch.equal(layout.cells_T, own.cells_T)
+    q = torch.cat([texts[i].q[start : start + length] for i, start, length in chunks])
+    out = attention(q, paged.cache, layout, scale=HEAD_DIM**-0.5, numerics=numerics)
+    assert torch.equal(out, expected)
+
+
+def test_all_that_goes_to_the_device_goes_through_upload() -> None:
+    uploaded: list[torch.Tensor] = []
+
+    def upload(array: np.ndarray) -> torch.Tensor:
+        uploaded.append(torch.from_numpy(array).clone())
+        return uploaded[-1]
+
+    layout = BatchLayout.build(
+        [3, 0, 9, 2], [1, 5, 1, 3], [[5, 2, 9], [1, 3, 0], [7, 8, 6], [4, 10, 11]], 4, upload=upload
+    )
+    assert len(uploaded) == 2
+    work, tiles = layout.decode_work(4), layout.chunk_tiles(2)
+    assert work is not None
+    assert tiles is not None
+    assert len(uploaded) == 4
+    inside = {tensor.untyped_storage().data_ptr() for tensor in uploaded}
+    given = (layout.positions_T, layout.last_rows_B, layout.block_tables_BN, work.items_I4, work.rows_N3)
+    for tensor in (*given, work.num_items_1, tiles.tiles_N4, tiles.num_tiles_1):
+        assert tensor.untyped_storage().data_ptr() in inside
+    assert layout.decode_work(4) is work
+    assert layout.chunk_tiles(2) is tiles
+    assert (int(work.num_items_1), work.most_splits, int(tiles.num_tiles_1)) == (len(work.items_I4), 3, 5)
+    assert work.items_I4.storage_offset() % 4 == tiles.tiles_N4.storage_offset() % 4 == 0
+    cache = LayerCache(*(torch.randn(12, 4, 1, HEAD_DIM) for _ in range(2)))
+    attention(torch.randn(10, 2, HEAD_DIM), cache, layout, scale=1.0, numerics=INVARIANT)
+    # The rows alone in their sequence, and the tiles of their one split.
+    assert len(uploaded) == 6
+
+
+def test_work_lists_match_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(20):
+        num = int(rng.integers(1, 9))
+        lengths = rng.choice([1, 1, 2, 7, 16, 17, 40], num)
+        starts = rng.integers(0, 700, num)
+        offsets = np.cumsum(lengths) - lengths
+        table_rows = rng.permutation(20)[:num]
+        items, rows, tiles = [], [], []
+        for b in range(num):
+            start, offset, table_row = int(starts[b]), int(offsets[b]), int(table_rows[b])
+            if lengths[b] == 1:
+                count = -(-(start + 1) // 256)
+                rows.append((offset, len(items), count))
+                items += [(table_row, offset, number, start + 1) for number in range(count)]
+            else:
+                for skipped in range(0, int(lengths[b]), 16):
+                    size = min(16, int(lengths[b]) - skipped)
+                    tiles.append((table_row, offset + skipped, size, start + skipped))
+        tiles.sort(key=lambda tile: -tile[3])
+        items_I4, rows_N3, most_splits = decode_arrays(starts, lengths, offsets, table_rows, split=256)
+        tiles_N4 = tile_arrays(starts, lengths, offsets, table_rows, num_positions=16)
+        assert [tuple(x) for x in items_I4.tolist()] == items, trial
+        assert [tuple(x) for x in rows_N3.tolist()] == rows, trial
+        assert most_splits == max((count for _, _, count in rows), default=0)
+        assert [tuple(x) for x in tiles_N4.tolist()] == tiles, trial
+        assert items_I4.dtype == rows_N3.dtype == tiles_N4.dtype == np.int32
+        assert items_I4.shape[1:] == tiles_N4.shape[1:] == (4,)
+
+
+def test_a_planned_layout_has_nothing_on_the_host() -> None:
+    cells = torch.zeros(2, dtype=torch.int64)
+    layout = BatchLayout.planned(cells, cells, cells, torch.zeros(2, 1, dtype=torch.int32), 4, None, None)
+    assert layout.num_rows == 2
+    assert layout.decode_work(256) is layout.chunk_tiles(16) is None
+    for name in ("starts", "lengths", "offsets", "table_rows"):
+        with pytest.raises(AssertionError, match="no numbers on the host"):
+            getattr(layout, name)
+    with pytest.raises(AssertionError, match="brings nothing"):
+        layout.upload(np.zeros(1))
+
+
+def test_a_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for reason in ("the sky is green", "the sky is green", "the sky is red"):
+            attention_module._warn_once(reason)
+    assert [record.args for record in caplog.records] == [("the sky is green",), ("the sky is red",)]

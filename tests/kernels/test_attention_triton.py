@@ -8,8 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 from oracles import dense_attention
+from paged.kernels import attention_triton as attention_triton_module
 from paged.kernels.attention import BatchLayout, attention
-from paged.kernels.kv_cache import LayerCache, store
+from paged.kernels.attention_triton import attention_triton, positions_per_tile, unsupported
+from paged.kernels.batch_layout import ChunkTiles, DecodeWork, decode_arrays, tile_arrays
+from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 
 INVARIANT = Numerics()
@@ -53,8 +56,6 @@ class Step:
         layout = BatchLayout.build(starts, lengths, self.tables[list(which)], self.block_size, self.device)
         q = torch.cat([self.q[i][start : start + length] for i, start, length in chunks]).to(self.device)
         if self.device == "cpu":
-            from paged.kernels.attention_triton import attention_triton
-
             out = attention_triton(q, self.cache, layout, scale=self.scale, numerics=INVARIANT)
         else:
             out = attention(q, self.cache, layout, scale=self.scale, numerics=INVARIANT)
@@ -85,6 +86,172 @@ def test_a_wider_cache_gives_the_same() -> None:
     chunks = [(0, 0, 70), (0, 69, 1)]
     for ours, theirs in zip(narrow.attend(chunks), wide.attend(chunks), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Lists:
+    """The work of steps of at most 8 rows in device memory that is rewritten for each; what does not count is junk."""
+
+    def __init__(self, step: Step, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+        self.step, self.per_tile = step, positions_per_tile(heads, step.cache, dtype, INVARIANT)
+        sizes = {"positions": 8, "cells": 8, "last": 8, "items": (40, 4), "rows": (8, 3), "num_items": 1}
+        sizes |= {"tiles": (20, 4), "num_tiles": 1, "tables": step.tables.shape}
+        wide = ("positions", "cells", "last")
+        self.tensors = {
+            name: torch.zeros(size, dtype=torch.int64 if name in wide else torch.int32, device=step.device)
+            for name, size in sizes.items()
+        }
+        self.q = torch.zeros(8, heads, step.cache.head_dim, dtype=dtype, device=step.device)
+        t = self.tensors
+        self.layout = BatchLayout.planned(
+            t["positions"],
+            t["cells"],
+            t["last"],
+            t["tables"],
+            step.block_size,
+            DecodeWork(t["items"], t["rows"], t["num_items"], 40),
+            ChunkTiles(t["tiles"], t["num_tiles"]),
+        )
+
+    def write(self, chunks: list[tuple[int, int, int]]) -> list[int]:
+        """Put a step of ``chunks`` into the lists; returns the rows of padding."""
+        table_rows, starts, lengths = (np.array(column) for column in zip(*chunks, strict=True))
+        offsets = np.cumsum(lengths) - lengths
+        numbers = (starts, lengths, offsets, table_rows)
+        items, rows, _ = decode_arrays(*numbers, split=INVARIANT.kv_split)
+        tiles = tile_arrays(*numbers, num_positions=self.per_tile)
+        padding = list(range(int(lengths.sum()), 8))
+        # Rows of padding stand among the others; their first item may be anything.
+        rows = np.concatenate(([(row, 2**20, 0) for row in padding] or np.empty((0, 3), int), rows))
+        rows = np.concatenate((rows, np.tile([(-1, 2**20, 0)], (8 - len(rows), 1))))
+        for name, array in (("items", items), ("rows", rows), ("tiles", tiles)):
+            tensor = self.tensors[name]
+            assert len(array) <= len(tensor), name
+            tensor.fill_(2**29)
+            tensor[: len(array)] = torch.from_numpy(array.astype(np.int32)).to(tensor.device)
+        self.tensors["num_items"].fill_(len(items))
+        self.tensors["num_tiles"].fill_(len(tiles))
+        self.tensors["tables"].copy_(torch.from_numpy(self.step.tables))
+        self.q.fill_(torch.nan)
+        self.q[: int(lengths.sum())] = torch.cat(
+            [self.step.q[i][start : start + length] for i, start, length in chunks]
+        ).to(self.q.device)
+        return padding
+
+    def attend(self) -> torch.Tensor:
+        run = attention_triton if self.step.device == "cpu" else attention
+        return run(self.q, self.step.cache, self.layout, scale=self.step.scale, numerics=INVARIANT)
+
+
+STEPS = [
+    [(0, 299, 1), (1, 64, 1), (3, 799, 1), (2, 0, 1), (0, 10, 1), (3, 255, 1), (3, 256, 1), (3, 700, 1)],
+    [(3, 799, 1)],
+    [(0, 100, 3), (1, 64, 1), (3, 500, 2)],
+    [(3, 790, 8)],
+    [(1, 3, 1), (2, 0, 1), (0, 255, 2), (1, 0, 3)],
+]
+
+
+def check_step(lists: Lists, chunks: list[tuple[int, int, int]], padding: list[int], out: torch.Tensor) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_triton_module, "LAST_FOLDS", 0)
+        expected = torch.cat(lists.step.attend(chunks))
+    assert torch.equal(out.cpu()[: len(expected)], expected)
+    assert not out[padding].any()
+
+
+WAYS = {"second kernel": (0, False), "last folds": (40, False), "last folds, evenly": (40, True)}
+
+
+@pytest.fixture(params=WAYS)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way that the splits of rows are shared and folded; none may touch a bit."""
+    last_folds, even = WAYS[request.param]
+    monkeypatch.setattr(attention_triton_module, "LAST_FOLDS", last_folds)
+    monkeypatch.setattr(attention_triton_module, "DECODE_EVEN", even)
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_work_is_read_from_the_device() -> None:
+    """One set of lists of fixed length serves every step: the same numbers as lists of the step's own; zeros beside."""
+    step = Step([300, 65, 1, 800], 4, 2, 16, 16, torch.float16, "cpu", seed=0)
+    lists = Lists(step, 4, 2, torch.float16)
+    most = 0
+    for chunks in STEPS:
+        padding = lists.write(chunks)
+        most = max(most, int(lists.tensors["num_items"]) * 2)
+        check_step(lists, chunks, padding, lists.attend())
+    assert not attention_triton_module._arrived(torch.device("cpu"), 16).any()
+    # Programs must have had to take a second and a third split.
+    assert most > 3 * attention_triton_module._decode_programs(torch.device("cpu"))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("programs", [1, 10, 1000])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_number_of_programs_gives_the_same(monkeypatch: pytest.MonkeyPatch, programs: int, way: str) -> None:
+    step = Step([300, 65, 800], 4, 2, 16, 16, torch.float16, "cpu", seed=0)
+    chunks = [(0, 299, 1), (1, 30, 1), (2, 799, 1)]
+    expected = step.attend(chunks)
+    monkeypatch.setattr(attention_triton_module, "_decode_programs", lambda device: programs)
+    monkeypatch.setattr(attention_triton_module, "LAST_FOLDS", WAYS[way][0])
+    monkeypatch.setattr(attention_triton_module, "DECODE_EVEN", WAYS[way][1])
+    for ours, theirs in zip(step.attend(chunks), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    # Each split was done once: 14 of them shared evenly by 10 programs are 7 programs' with 2 each.
+    assert not attention_triton_module._arrived(torch.device("cpu"), 8).any()
+
+
+def test_reasons_to_refuse() -> None:
+    def reason(
+        dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int = 64, shared: int = 2, **numbers: int
+    ) -> str | None:
+        tensors = [torch.zeros(1, 16, 1, head_dim, dtype=cache_dtype) for _ in range(2)]
+        scales = [torch.zeros(1, 16, 1) for _ in range(2)] if cache_dtype == FP8 else []
+        q = torch.zeros(1, shared, head_dim, dtype=dtype)
+        return unsupported(q, LayerCache(*tensors, *scales), Numerics(**numbers))
+
+    assert reason(torch.bfloat16, torch.bfloat16) is None
+    assert reason(torch.float16, torch.float32, 256, 64) is None
+    assert "the model is in torch.float32" in str(reason(torch.float32, torch.float32))
+    assert "the cache is in torch.float8" in str(reason(torch.bfloat16, FP8))
+    assert "the cache is in torch.float16" in str(reason(torch.bfloat16, torch.float16))
+    assert "head size is 80" in str(reason(torch.bfloat16, torch.bfloat16, 80))
+    assert "65 query heads" in str(reason(torch.bfloat16, torch.bfloat16, 64, 65))
+    assert "kv_tile is 32" in str(reason(torch.bfloat16, torch.bfloat16, kv_tile=32))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_way")
+@pytest.mark.skipif(not ON_CARD, reason="needs a card")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 2, 64), (16, 8, 32)])
+def test_a_graph_replays_steps_that_it_did_not_see(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    step = Step([300, 65, 1, 800], heads, kv_heads, head_dim, 16, dtype, "cuda", seed=0)
+    lists = Lists(step, heads, kv_heads, dtype)
+    lists.write(STEPS[0])
+    lists.attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lists.attend()
+    for chunks in STEPS * 3:
+        padding = lists.write(chunks)
+        out.fill_(torch.nan)
+        graph.replay()
+        check_step(lists, chunks, padding, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_CARD, reason="needs a card")
+def test_the_card_tells_why_its_kernels_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    step = Step([70], 2, 1, 16, 16, torch.float32, "cuda", seed=1)
+    for _ in range(2):
+        step.attend([(0, 0, 70)])
+    assert len(caplog.records) <= 1
+    assert all("the model is in torch.float32" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.gpu

@@ -36,6 +36,19 @@ def test_rows_come_to_their_cells(
         assert torch.equal(stored.cpu(), expected)
 
 
+def test_rows_of_padding_are_not_stored() -> None:
+    before = torch.randn(3, 4, 2, 8)
+    caches = [before.to(DEVICE, copy=True) for _ in range(2)]
+    key, value = (torch.randn(5, 2, 8, device=DEVICE) for _ in range(2))
+    key[2:4], value[2:4] = torch.nan, torch.nan
+    cells = torch.tensor([7, 0, -1, -(2**40), 11])
+    store_triton(*caches, key, value, cells.to(DEVICE))
+    for rows, stored in ((key, caches[0]), (value, caches[1])):
+        expected = before.clone()
+        expected.flatten(0, 1)[cells[[0, 1, 4]]] = rows.cpu()[[0, 1, 4]]
+        assert torch.equal(stored.cpu(), expected)
+
+
 def test_no_rows() -> None:
     caches = [torch.zeros(1, 4, 2, 8, device=DEVICE) for _ in range(2)]
     none = torch.zeros(0, 2, 8, device=DEVICE)
