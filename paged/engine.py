@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +29,14 @@ from paged.model.locate import checkpoint_folder, find_model
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
 from paged.runner.consensus import Leader
 from paged.runner.launched import Launch
-from paged.runner.payload import PromptScore, StepPayload, TopLogprobs
 from paged.runner.runner import TorchRunner
-from paged.runner.text import TextStream, Tokenizer, token_ids_of
+from paged.runner.text import Tokenizer, token_ids_of
+from paged.samples import Brought, Samples
 from paged.step_log import StepLog
 
 __all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate"]
 
 Prompts = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class _Sample:
-    """What has come of one live sample so far."""
-
-    request: Request
-    stream: TextStream | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    behavior_logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    prompt_logprobs: dict[int, PromptScore] = field(default_factory=dict)
-    stop_reason: int | str | None = None
-    is_stopped_by_token: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Brought:
-    """What a step brought, or the end of requests: who got a token of the payload, and who has finished."""
-
-    payload: StepPayload | None
-    accepted: Sequence[Request | None]
-    finished: Sequence[Finished]
-
-    @property
-    def requests(self) -> Iterator[Request]:
-        """Those that there will be an update for."""
-        yield from (request for request in self.accepted if request is not None)
-        yield from (end.request for end in self.finished)
 
 
 class Engine:
@@ -118,12 +88,11 @@ class Engine:
         if leader is not None:
             # An engine that nobody closes must leave no process behind.
             weakref.finalize(self, leader.close)
-        self._samples: dict[tuple[str, int], _Sample] = {}
+        self._samples = Samples(tokenizer, numerics_id)
         self._num_made_ids = 0
         self._held: StepResult | None = None
-        self._undelivered: dict[str, list[SampleUpdate]] = {}
         # What other ranks have not agreed to yet, in order, and the ends that they never will agree to.
-        self._unagreed: list[_Brought] = []
+        self._unagreed: list[Brought] = []
         self._undone: list[Finished] = []
         self._streamed: set[str] = set()
         self.startup_s = 0.0
@@ -199,7 +168,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to deliver, surplus steps in flight included."""
-        kept = itertools.chain(self._undelivered, self._unagreed_ids())
+        kept = itertools.chain(self._samples.undelivered, self._unagreed_ids())
         waiting = any(request_id not in self._streamed for request_id in kept)
         return self.scheduler.has_unfinished or self.scheduler.num_in_flight > 0 or waiting
 
@@ -275,9 +244,7 @@ class Engine:
                 self.scheduler.add(requests)
                 if self._leader is not None:
                     self._leader.add(requests)
-                for request in requests:
-                    stream = self.tokenizer.stream(params.stop) if stream_text and self.tokenizer is not None else None
-                    self._samples[request.key] = _Sample(request, stream)
+                self._samples.add(requests, stream_text=stream_text)
                 # Only now: a refusal must not change the ids, and so the random streams, of those after it.
                 self._num_made_ids = self._num_made_ids if number is None else number + 1
                 if self._log is not None:
@@ -301,11 +268,9 @@ class Engine:
             self._agree()
             undone = [replace(end, reason=FinishReason.ABORT) for end in self._undone if end.request.id == request_id]
             self._undone = [end for end in self._undone if end.request.id != request_id]
-            outputs = [self._output(end) for end in (*undone, *self._end(request_id, None, FinishReason.ABORT))]
-            ended = {output.sample for output in outputs}
-            rest = [update for update in self._undelivered.pop(request_id, []) if update.sample not in ended]
-            if rest:
-                self._undelivered[request_id] = rest
+            ended = (*undone, *self._end(request_id, None, FinishReason.ABORT))
+            outputs = [self._samples.output(end) for end in ended]
+            self._samples.drop_updates(request_id, {output.sample for output in outputs})
         return outputs
 
     def _forget(self, *request_ids: str) -> None:
@@ -313,27 +278,20 @@ class Engine:
         with DeferredInterrupt():
             for request_id in request_ids:
                 self._end(request_id, None, FinishReason.ABORT)
-                self._undelivered.pop(request_id, None)
                 self._streamed.discard(request_id)
                 self._undone = [end for end in self._undone if end.request.id != request_id]
-            for key in [key for key in self._samples if key[0] in request_ids]:
-                del self._samples[key]
+            self._samples.forget(request_ids)
 
     def _is_taken(self, request_id: str) -> bool:
-        if request_id in self._undelivered or self.scheduler.is_live(request_id):
+        if request_id in self._samples.undelivered or self.scheduler.is_live(request_id):
             return True
         ends = (end.request for brought in self._unagreed for end in brought.finished)
-        return any(request.id == request_id and self._is_current(request) for request in ends)
+        return any(request.id == request_id and self._samples.is_current(request) for request in ends)
 
     def _unagreed_ids(self) -> Iterator[str]:
         """The requests that there will be updates for once the other ranks agree."""
         for brought in self._unagreed:
-            yield from (request.id for request in brought.requests if self._is_current(request))
-
-    def _is_current(self, request: Request) -> bool:
-        """Whether the sample is there. One that was forgotten may have left its id to another."""
-        sample = self._samples.get(request.key)
-        return sample is not None and sample.request is request
+            yield from (request.id for request in brought.requests if self._samples.is_current(request))
 
     def settle(self) -> list[SampleUpdate]:
         """What has come so far and was not delivered, without a step; before the caller ends what is unfinished.
@@ -509,7 +467,7 @@ class Engine:
     def _advance(self) -> None:
         """Fill the pipeline, wait for its oldest step and take its result in; nothing happens if there is none.
 
-        New updates are in ``_undelivered`` afterwards. Books change under a ``DeferredInterrupt``, so that a Ctrl-C
+        New updates are in ``_samples`` afterwards. Books change under a ``DeferredInterrupt``, so that a Ctrl-C
         falls between steps or into the executor's work, which is then abandoned. With other ranks it falls between
         steps: they can't be left alone in the middle of one. A second one in the same step ends them at once.
         """
@@ -552,7 +510,7 @@ class Engine:
         """Take in what the other ranks have agreed to."""
         agreed, self._unagreed = self._unagreed, []
         for brought in agreed:
-            self._take_in(brought)
+            self._samples.take_in(brought)
         if self._log is not None:
             self._log.release()
 
@@ -604,7 +562,7 @@ class Engine:
             self._log.commit(result, is_agreed=self._leader is None or not self._leader.is_verifying)
         if self._leader is not None:
             self._leader.commit(result)
-        self._keep(_Brought(result.payload, commit.accepted, commit.finished))
+        self._keep(Brought(result.payload, commit.accepted, commit.finished))
 
     def _advance_past_errors(self) -> None:
         """``_advance`` that ends requests whose logits hold a NaN; the next call goes on with the others."""
@@ -614,12 +572,12 @@ class Engine:
             with DeferredInterrupt():
                 for request in error.requests:
                     ended = self._end(request.id, request.sample, FinishReason.ERROR)
-                    self._keep(_Brought(None, (), ended))
+                    self._keep(Brought(None, (), ended))
 
-    def _keep(self, brought: _Brought) -> None:
+    def _keep(self, brought: Brought) -> None:
         """Take in what came, at once or as soon as the other ranks agree to it."""
         if self._leader is None or not self._leader.is_verifying:
-            self._take_in(brought)
+            self._samples.take_in(brought)
         else:
             self._unagreed.append(brought)
 
@@ -633,60 +591,15 @@ class Engine:
 
     def _updates_of(self, request_ids: Collection[str]) -> list[SampleUpdate]:
         """Updates of some requests: those that wait to be delivered, or else what one more step brings."""
-        if self._undelivered.keys().isdisjoint(request_ids):
+        undelivered = self._samples.undelivered
+        if undelivered.keys().isdisjoint(request_ids):
             self._advance_past_errors()
-        waiting = [request_id for request_id in self._undelivered if request_id in request_ids]
-        return [update for request_id in waiting for update in self._undelivered.pop(request_id)]
+        return self._samples.take_updates([request_id for request_id in undelivered if request_id in request_ids])
 
     def _take_undelivered(self) -> list[SampleUpdate]:
         """Updates that nobody has been given yet, in order within each request, but for those a stream will ask for."""
-        ids = [request_id for request_id in self._undelivered if request_id not in self._streamed]
-        return [update for request_id in ids for update in self._undelivered.pop(request_id)]
-
-    def _take_in(self, brought: _Brought) -> None:
-        """Add to the samples what came, and hold the updates until somebody asks for them."""
-        updates: dict[tuple[str, int], SampleUpdate] = {}
-        if brought.payload is not None:
-            self._take_in_tokens(brought.payload, brought.accepted, updates)
-        for end in brought.finished:
-            request = end.request
-            if not self._is_current(request):
-                continue
-            update = updates.setdefault(request.key, SampleUpdate(request.id, request.sample, [], []))
-            stream = self._samples[request.key].stream
-            update.output = self._output(end)
-            if stream is not None and brought.payload is not None:
-                update.text += update.output.text[stream.num_released :]
-        for update in updates.values():
-            self._undelivered.setdefault(update.request_id, []).append(update)
-
-    def _take_in_tokens(
-        self,
-        payload: StepPayload,
-        accepted: Sequence[Request | None],
-        updates: dict[tuple[str, int], SampleUpdate],
-    ) -> None:
-        for scored, first, scores in payload.scores:
-            if self._is_current(scored):
-                self._samples[scored.key].prompt_logprobs.update(enumerate(scores, first))
-        for row, request in enumerate(accepted):
-            if request is None:
-                continue
-            sample = self._samples.get(request.key)
-            if sample is None or sample.request is not request:
-                continue
-            token, logprob = payload.tokens[row], payload.logprobs[row]
-            sample.token_ids.append(token)
-            sample.logprobs.append(logprob)
-            sample.behavior_logprobs.append(payload.behavior_logprobs[row])
-            if (top := payload.top_logprobs.get(row)) is not None:
-                sample.top_logprobs.append(top)
-            if (stop := payload.stops.get(row)) is not None:
-                sample.stop_reason, sample.is_stopped_by_token = stop.reason, stop.is_token
-            update = updates[request.key] = SampleUpdate(request.id, request.sample, [token], [logprob])
-            if sample.stream is not None and not sample.is_stopped_by_token:
-                sample.stream.push(token)
-                update.text = sample.stream.release()
+        ids = [request_id for request_id in self._samples.undelivered if request_id not in self._streamed]
+        return self._samples.take_updates(ids)
 
     def _end(self, request_id: str, index: int | None, reason: FinishReason) -> list[Finished]:
         """End samples from outside; the plan in flight drops their rows."""
@@ -697,33 +610,6 @@ class Engine:
             if ended and self._leader is not None:
                 self._leader.abort(request_id, index, reason)
             return ended
-
-    def _output(self, end: Finished) -> CompletionOutput:
-        """The finished sample's record; forgets the sample."""
-        sample = self._samples.pop(end.request.key)
-        request = sample.request
-        text = ""
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(sample.token_ids[:-1] if sample.is_stopped_by_token else sample.token_ids)
-            if isinstance(sample.stop_reason, str) and sample.stop_reason in text:
-                text = text[: text.index(sample.stop_reason)]
-        scored = request.params.prompt_logprobs is not None
-        return CompletionOutput(
-            request_id=request.id,
-            sample=request.sample,
-            prompt_token_ids=list(request.prompt.token_ids or ()),
-            token_ids=sample.token_ids,
-            text=text,
-            logprobs=sample.logprobs,
-            behavior_logprobs=sample.behavior_logprobs,
-            top_logprobs=sample.top_logprobs if request.params.logprobs is not None else None,
-            prompt_logprobs=[sample.prompt_logprobs[i] for i in sorted(sample.prompt_logprobs)] if scored else None,
-            finish_reason=end.reason.value,
-            stop_reason=sample.stop_reason,
-            num_preemptions=end.num_preemptions,
-            num_cached_tokens=end.num_cached_tokens,
-            numerics_id=self.numerics_id,
-        )
 
     def _check_ids(self, params: SamplingParams) -> None:
         vocab_size = self.scheduler.config.vocab_size

@@ -230,7 +230,7 @@ def assert_idle(engine: Engine) -> None:
     assert (engine.num_running, engine.num_waiting) == (0, 0)
     engine.scheduler.check()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-    assert not engine._samples
+    assert not engine._samples.live
 
 
 def alone(prompt: Sequence[int], params: SamplingParams, *, request_id: str = "victim", **settings: Any) -> Result:

@@ -41,6 +41,7 @@ ENGINE = (
     "paged.engine_ranks",
     "paged.follower",
     "paged.outputs",
+    "paged.samples",
     "paged.step_log",
     "paged.interrupts",
 )  # one part in several files
@@ -60,6 +61,7 @@ RULES: dict[str, Rule] = {
     "paged.engine_config": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.interrupts": Rule(()),
     "paged.outputs": Rule((*BELOW_THE_ENGINE, *ENGINE)),
+    "paged.samples": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.rollout": Rule(("paged.core", *ENGINE, "paged.rollout")),
     "paged.sim": Rule(("paged.core", "paged.workload", "paged.sim"), None, ("torch", "triton", "transformers")),
     # The composition root, and what the package exports from it.

@@ -145,10 +145,10 @@ def test_a_refused_request_leaves_engine_and_neighbours_untouched(
 
     def interfere(number: int) -> None:
         if number in (1, 4):
-            before = (engine.scheduler.counters.num_added, len(engine._samples), engine.num_waiting)
+            before = (engine.scheduler.counters.num_added, len(engine._samples.live), engine.num_waiting)
             with pytest.raises(ValueError, match=named):
                 engine.add_request(prompt, params, f"bad-{number}")
-            assert (engine.scheduler.counters.num_added, len(engine._samples), engine.num_waiting) == before
+            assert (engine.scheduler.counters.num_added, len(engine._samples.live), engine.num_waiting) == before
             refused.append(number)
 
     outputs = drive(engine, [neighbour], interfere).outputs
@@ -516,14 +516,14 @@ def test_step_raises_for_nan_logits_and_nothing_has_advanced() -> None:
     outputs: dict[Any, CompletionOutput] = {}
     raised: list[NonFiniteLogitsError] = []
     while engine.has_unfinished:
-        before = {key: list(sample.token_ids) for key, sample in engine._samples.items()}
+        before = {key: list(sample.token_ids) for key, sample in engine._samples.live.items()}
         try:
             for update in engine.step():
                 if update.output is not None:
                     outputs[(update.request_id, update.sample)] = update.output
         except NonFiniteLogitsError as error:
             raised.append(error)
-            assert {key: sample.token_ids for key, sample in engine._samples.items()} == before
+            assert {key: sample.token_ids for key, sample in engine._samples.live.items()} == before
             engine.scheduler.check()
             if len(raised) == 3:
                 for output in engine.abort("b"):

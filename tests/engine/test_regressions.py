@@ -232,8 +232,8 @@ INNER = {
     "commit": ("scheduler", "commit"),
     "a slot that is left": ("scheduler", "_leave"),
     "a sequence that finishes": ("scheduler", "_finish"),
-    "results that are taken in": ("engine", "_take_in"),
-    "an output that is made": ("engine", "_output"),
+    "results that are taken in": ("samples", "take_in"),
+    "an output that is made": ("samples", "output"),
 }
 
 
@@ -251,7 +251,7 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_until_the_books_are_whole(place: s
     for at_call, late in ((0, True), (2, False), (5, True)):
         engine = make_engine(**PRESSED, depth=depth)
         owner, name = INNER[place]
-        fired = interrupt_inside(engine if owner == "engine" else engine.scheduler, name, at_call, late=late)
+        fired = interrupt_inside(engine._samples if owner == "samples" else engine.scheduler, name, at_call, late=late)
         num_caught = 0
 
         def patient(engine: Engine = engine) -> list[SampleUpdate]:
@@ -288,7 +288,7 @@ def test_ctrl_c_in_add_request_or_abort_leaves_no_half_of_a_request(name: str, l
         call()
     assert fired == [0]
     engine.scheduler.check()
-    assert {key[0] for key in engine._samples} == set(engine.scheduler._live)
+    assert {sample.request.id for sample in engine._samples.live.values()} == set(engine.scheduler._live)
     outputs = drive(engine, [Arrival("new", PROMPTS[3], SEEDED)]).outputs
     assert essence(outputs["new", 0]) == essence(only(alone(PROMPTS[3], SEEDED, request_id="new")))
     undisturbed = essences(drive(make_engine(**PRESSED), ARRIVALS[:2]).outputs)
@@ -315,7 +315,7 @@ def test_ctrl_c_in_generate_and_stream_leaves_nothing_behind(name: str, at_call:
         with pytest.raises(KeyboardInterrupt):
             call(engine)
         assert_idle(engine)
-        assert not engine._undelivered
+        assert not engine._samples.undelivered
         assert not engine._streamed
         assert len(engine.generate(PROMPTS[:2], params, use_tqdm=False)) == 2
 
@@ -482,7 +482,7 @@ def wait_for_delivery(engine: Engine, request_id: str, params: SamplingParams) -
     """Leave updates of a request undelivered, by generating for another one."""
     engine.add_request(PROMPTS[1], params, request_id)
     engine.generate(PROMPTS[0], with_fields(SEEDED, max_tokens=6), use_tqdm=False)
-    assert engine._undelivered[request_id]
+    assert engine._samples.undelivered[request_id]
 
 
 def test_abort_drops_updates_that_its_outputs_hold() -> None:
