@@ -1,0 +1,593 @@
+"""The whole engine's bits on one card: a victim among random companions, in random engines, against itself alone.
+
+    python benchmarks/engine_bits_h200.py [--configs 510] [--seconds N] [--plant fast] [--json FILE]
+    python benchmarks/engine_bits_h200.py --device cpu --small --configs 24
+
+Models with random bf16 weights: Qwen3-0.6B, four layers of Qwen3-8B's width, two of OLMoE's. Each victim runs alone on
+a reference engine. Then engines of other block sizes, chunks, budgets, depths and pools serve it beside 1 to 255
+companions: tokens, log-probabilities, alternatives and in every fourth configuration the full logits must be the same
+bits, and so must scores of its text. Afterwards: how far `fast` is from `invariant`, and both from fp32; and how often
+batching changes texts of the trained `tiny`. Ends with exit code 1 if a bit differs or a kind of pressure was not met;
+with a planted fault, if it was not found: `fast` serves with the other numerics, `results` moves a log-probability that
+hangs on the neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_runs import StepWatch, build, drain, read_model
+
+from paged import CompletionOutput, Engine, SamplingParams
+from paged.core.model_spec import ModelSpec
+from paged.core.plan import StepPlan, StepResult
+from paged.core.policy import num_blocks_for
+from paged.core.scheduler import SchedulerConfig
+from paged.workload.arithmetic import builtin_prompts
+
+MODES = {
+    "greedy": SamplingParams(temperature=0),
+    "plain": SamplingParams(temperature=1),
+    "cold": SamplingParams(temperature=0.3, logprobs=5),
+    "top_p": SamplingParams(temperature=0.3, top_p=0.9),
+    "top_k": SamplingParams(temperature=0.7, top_k=20),
+    "min_p": SamplingParams(temperature=0.5, min_p=0.05),
+    "penalties": SamplingParams(
+        temperature=0.3, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2, logprobs=2
+    ),
+    "greedy, penalties": SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.2),
+    "all": SamplingParams(
+        temperature=0.6, top_p=0.95, top_k=200, min_p=0.01, presence_penalty=0.3, logit_bias={3: 2.0, 77: -1.5}
+    ),
+}
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 200, 255, 256, 257, 300, 513, 700)
+MAX_SEQ_LEN = 1024
+NUM_ENGINES = 8
+BLOCK_SIZES = (8, 16, 32, 64)
+DEPTHS = (1, 2, 3)
+BUDGETS = ((2048, 512), (48, 7), (8192, 8192), (160, 64), (600, 300), (300, 16))  # tokens of a step and of a chunk
+NUM_SLOTS = (256, 64, 256, 7)
+COMPANIONS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 100, 127, 128, 200, 255)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is: a card's size, or one that a CPU gets through.
+
+    Attributes:
+        num_victims: of each model.
+        prompt_lengths: of the victims' prompts.
+        num_tokens: most that a victim or a companion generates.
+        companions: how many there may be.
+        num_compared: prompts for the comparison with ``fast``.
+        compared_tokens: of each of their texts.
+        batches: sizes of the groups of ``tiny``'s prompts.
+    """
+
+    num_victims: int = 2 * len(MODES)
+    prompt_lengths: Sequence[int] = PROMPT_LENGTHS
+    num_tokens: int = 32
+    companions: Sequence[int] = COMPANIONS
+    num_compared: int = 32
+    compared_tokens: int = 48
+    batches: Sequence[int] = (1, 8, 64)
+
+
+SMALL = Scale(
+    num_victims=len(MODES),
+    prompt_lengths=[length for length in PROMPT_LENGTHS if length <= 100],
+    num_tokens=10,
+    companions=[number for number in COMPANIONS if number <= 17],
+    num_compared=8,
+    compared_tokens=16,
+    batches=(1, 4, 8),
+)
+
+
+def model_specs(small: bool) -> dict[str, ModelSpec]:
+    """The models; for a CPU the same kinds with fewer and narrower layers."""
+
+    def named(name: str, **sizes: int) -> ModelSpec:
+        spec = read_model(name)[1]
+        assert spec is not None
+        return replace(spec, eos_token_ids=(), **sizes)
+
+    if not small:
+        return {
+            "Qwen3-0.6B": named("qwen3_0_6b"),
+            "Qwen3-8B, 4 layers": named("qwen3_8b", num_layers=4),
+            "OLMoE, 2 layers": named("olmoe", num_layers=2),
+        }
+    sizes = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "head_dim": 16}
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    return {
+        "Qwen3-0.6B, small": named("qwen3_0_6b", **sizes, **heads),
+        "OLMoE, small": named("olmoe", **sizes, **heads, num_experts=8, num_experts_per_token=2),
+    }
+
+
+# Logits of the steps
+
+
+Logits = dict[str, dict[int, torch.Tensor]]
+
+
+@contextmanager
+def observed_logits(engine: Engine, request_ids: Sequence[str]) -> Iterator[Logits]:
+    """Collects the raw logits that requests' tokens are drawn from, by the position of the token.
+
+    To be entered while the engine is idle, because slots are known from the plans that start them.
+    """
+    executor: Any = engine.executor
+    logits: Logits = {request_id: {} for request_id in request_ids}
+    slots: dict[int, str] = {}
+
+    def observe(plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> None:
+        slots.update((started.slot, started.request.id) for started in plan.started)
+        for index, row in enumerate(rows):
+            if (seen := logits.get(slots[plan.slots[row]])) is not None:
+                seen[plan.starts[row] + plan.lengths[row]] = logits_RV[index].clone()
+
+    executor.observe_logits = observe
+    try:
+        yield logits
+    finally:
+        executor.observe_logits = None
+
+
+# Victims and their company
+
+
+@dataclass
+class Victim:
+    """A request, and what it gives alone.
+
+    Attributes:
+        mode: how it is sampled, a key of ``MODES``.
+        prompt: token ids.
+        params: with its own seed.
+        expected: its result alone.
+        logits: the full logits of each of its tokens, alone, by position.
+    """
+
+    mode: str
+    prompt: list[int]
+    params: SamplingParams
+    expected: CompletionOutput
+    logits: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request and the steps before which it comes and, if it does, is aborted."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    at_step: int
+    aborted_at: int | None = None
+
+
+@dataclass
+class Tally:
+    """What was compared and what it met.
+
+    Attributes:
+        configs: configurations.
+        compared, differing: numbers, tokens and logits that were compared, and those that were not the same.
+        logits: of the compared ones, elements of full logits.
+        met: how often each kind of pressure was met.
+        rows: numbers of sequences in steps that only decoded, the victim among them.
+        failures: the first configurations with a difference.
+    """
+
+    configs: int = 0
+    compared: int = 0
+    differing: int = 0
+    logits: int = 0
+    met: Counter[str] = field(default_factory=Counter)
+    rows: set[int] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
+
+    def add_values(self, ours: Sequence[float], expected: Sequence[float]) -> None:
+        """Compare token ids, or numbers to the bit; what one side lacks differs."""
+        self.compared += max(len(ours), len(expected))
+        self.differing += abs(len(ours) - len(expected))
+        # Of two numbers that are not NaN, equal texts mean equal bits, the sign of 0 included.
+        self.differing += sum(repr(a) != repr(b) for a, b in zip(ours, expected, strict=False))
+
+    def add_output(self, output: CompletionOutput, expected: CompletionOutput) -> None:
+        """Compare all that must not hang on how a sample was scheduled."""
+        self.add_values(output.token_ids, expected.token_ids)
+        self.add_values(output.logprobs, expected.logprobs)
+        self.add_values(output.behavior_logprobs, expected.behavior_logprobs)
+        ours, theirs = output.top_logprobs or [], expected.top_logprobs or []
+        self.add_values([x for ids, values in ours for x in (*ids, *values)], [x for i, v in theirs for x in (*i, *v)])
+
+    def add_logits(self, ours: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> None:
+        """Compare full logits bit for bit; surplus steps beyond the end of a text do not count."""
+        for position, logits_V in expected.items():
+            self.logits += logits_V.numel()
+            self.compared += logits_V.numel()
+            if position not in ours:
+                self.differing += logits_V.numel()
+            else:
+                self.differing += int((ours[position].view(torch.int32) != logits_V.view(torch.int32)).sum())
+
+
+def make_victims(spec: ModelSpec, scale: Scale, device: str, rng: random.Random) -> list[Victim]:
+    """Victims of all modes and many lengths, run alone one after the other on a reference engine."""
+    fields = {"max_num_seqs": 1, "num_blocks": MAX_SEQ_LEN // 16, "max_step_tokens": 2048, "chunk_size": 2048}
+    engine = build_random(spec, device, depth=1, prefix_reuse=False, **fields)
+    victims = []
+    for index in range(scale.num_victims):
+        mode = list(MODES)[index % len(MODES)]
+        length = scale.prompt_lengths[(index * 7 + 3) % len(scale.prompt_lengths)]
+        params = replace(MODES[mode], max_tokens=scale.num_tokens, ignore_eos=True, seed=rng.randrange(2**31))
+        prompt = [rng.randrange(spec.vocab_size) for _ in range(length)]
+        with observed_logits(engine, ["victim"]) as logits:
+            output = serve(engine, [Arrival("victim", prompt, params, 0)], ["victim"])["victim"]
+        positions = range(length, length + len(output.token_ids))
+        assert sorted(logits["victim"]) == list(positions), "logits of each token, and of no other"
+        assert all(logits_V.isfinite().all() for logits_V in logits["victim"].values())
+        victims.append(Victim(mode, prompt, params, output, logits["victim"]))
+    engine.close()
+    return victims
+
+
+def build_random(spec: ModelSpec, device: str, **fields: Any) -> Engine:
+    """An engine with the random bf16 weights that all engines of this spec have."""
+    return build("random/model", spec, device=device, dtype="bfloat16", max_seq_len=MAX_SEQ_LEN, **fields)
+
+
+def serve(engine: Engine, arrivals: Sequence[Arrival], awaited: Sequence[str]) -> dict[str, CompletionOutput]:
+    """Add requests at their steps and step until those awaited have finished; the others are aborted then."""
+    waiting = sorted(arrivals, key=lambda arrival: arrival.at_step)
+    aborts = sorted((a.aborted_at, a.id) for a in arrivals if a.aborted_at is not None)
+    outputs: dict[str, CompletionOutput] = {}
+    step = 0
+    while not all(request_id in outputs for request_id in awaited):
+        while waiting and waiting[0].at_step <= step:
+            arrival = waiting.pop(0)
+            engine.add_request(arrival.prompt, arrival.params, arrival.id)
+        while aborts and aborts[0][0] <= step:
+            outputs |= {output.request_id: output for output in engine.abort(aborts.pop(0)[1])}
+        for update in engine.step():
+            if update.output is not None:
+                outputs[update.request_id] = update.output
+        step += 1
+        assert step < 20_000, "the engine does not come to an end"
+    for arrival in arrivals:
+        engine.abort(arrival.id)
+    drain(engine)
+    return outputs
+
+
+def draw_arrivals(
+    victim: Victim, tally: Tally, limits: SchedulerConfig, is_tight: bool, scale: Scale, rng: random.Random
+) -> list[Arrival]:
+    """The victim and companions in random order: some are aborted, some begin as the victim does, one may score it.
+
+    In every other configuration of a tight pool the companions' prompts leave just room for that of the victim, who
+    comes last: as they grow, it is the one to be preempted.
+    """
+    assert limits.vocab_size is not None
+    is_crowded = is_tight and tally.configs % 2 == 0
+    have_aborts, have_prefix = rng.random() < 0.4, rng.random() < 0.3
+    num_free = limits.num_blocks - num_blocks_for(len(victim.prompt) + 1, limits.block_size)
+    most = limits.num_blocks if is_crowded else 63 if is_tight else max(scale.companions)
+    count = most if is_crowded else rng.choice([number for number in scale.companions if number <= most])
+    arrivals = [Arrival("victim", victim.prompt, victim.params, 3 if is_crowded else rng.randint(0, 6))]
+    for index in range(count):
+        prompt = [rng.randrange(limits.vocab_size) for _ in range(rng.randint(1, 40))]
+        if have_prefix and index < 2:
+            prompt = victim.prompt[: rng.randint(1, len(victim.prompt))] + prompt
+        num_free -= num_blocks_for(len(prompt) + 4, limits.block_size)
+        if is_crowded and num_free < 0:
+            break
+        num_tokens = 2 * scale.num_tokens if is_crowded else rng.randint(1, scale.num_tokens)
+        params = MODES[rng.choice(list(MODES))]
+        params = replace(params, max_tokens=num_tokens, seed=index, ignore_eos=True)
+        at_step = rng.randint(0, 1 if is_crowded else 8)
+        aborted_at = at_step + rng.randint(1, 8) if have_aborts and rng.random() < 0.3 else None
+        arrivals.append(Arrival(f"companion-{index}", prompt, params, at_step, aborted_at))
+    if tally.configs % 5 == 0:
+        text = victim.prompt + victim.expected.token_ids
+        params = SamplingParams(temperature=victim.params.temperature, prompt_logprobs=0, max_tokens=1)
+        arrivals.append(Arrival("scoring", text, params, rng.randint(0, 6)))
+    rng.shuffle(arrivals)
+    return arrivals
+
+
+def run_config(
+    engine: Engine, watch: StepWatch, victim: Victim, arrivals: Sequence[Arrival], tally: Tally, name: str
+) -> None:
+    """Serve a victim among its company once and compare."""
+    before, num_differing = engine.metrics(), tally.differing
+    watch.clear()
+    is_scored = any(arrival.id == "scoring" for arrival in arrivals)
+    awaited = ["victim", "scoring"] if is_scored else ["victim"]
+    if tally.configs % 4 == 0:
+        with observed_logits(engine, ["victim"]) as logits:
+            outputs = serve(engine, arrivals, awaited)
+        tally.add_logits(logits["victim"], victim.logits)
+        tally.met["full logits"] += 1
+    else:
+        outputs = serve(engine, arrivals, awaited)
+    output = outputs["victim"]
+    tally.add_output(output, victim.expected)
+    if is_scored:
+        scores = outputs["scoring"].prompt_logprobs
+        assert scores is not None
+        tally.add_values([score.logprob for score in scores[len(victim.prompt) - 1 :]], victim.expected.logprobs)
+        tally.met["scored tokens"] += len(victim.expected.logprobs)
+    after = engine.metrics()
+    tally.met["preemptions"] += int(after["preemptions"] - before["preemptions"])
+    tally.met["preemptions of victims"] += output.num_preemptions
+    tally.met["shared tokens of victims"] += output.num_cached_tokens
+    tally.met["aborted companions"] += sum(other.finish_reason == "abort" for other in outputs.values())
+    tally.met[f"victims, {victim.mode}"] += 1
+    tally.rows |= {step.num_rows for step in watch.collected if step.num_rows == step.num_tokens}
+    tally.configs += 1
+    if tally.differing > num_differing and len(tally.failures) < 10:
+        tally.failures.append(f"{name}, {victim.mode}, prompt of {len(victim.prompt)}, {len(arrivals) - 1} companions")
+
+
+def plant_in_results(engine: Engine) -> None:
+    """The fault to be found: with more than one row, the last one's log-probability is wrong by a thousandth."""
+    executor = engine.executor
+    collect = executor.collect
+
+    def spoiled() -> StepResult:
+        result = collect()
+        if len(result.payload.logprobs) > 1:
+            result.payload.logprobs[-1] += 1e-3
+        return result
+
+    executor.collect = spoiled  # type: ignore[method-assign]
+
+
+def fuzz_engine(
+    index: int,
+    spec: ModelSpec,
+    victims: Sequence[Victim],
+    options: argparse.Namespace,
+    tally: Tally,
+    limits: tuple[int, float],
+    rng: random.Random,
+) -> None:
+    """Configurations in the ``index``-th engine: ``limits`` are their number and the moment to stop at."""
+    scale = SMALL if options.small else Scale()
+    block_size, depth = BLOCK_SIZES[index % 4], DEPTHS[index % 3]
+    max_step_tokens, chunk_size = BUDGETS[index % len(BUDGETS)]
+    max_num_seqs = NUM_SLOTS[index // 2 % 4]
+    longest = max(len(victim.prompt) for victim in victims) + 2 * scale.num_tokens + 40
+    is_tight = index % 2 == 1
+    num_tokens = longest * 5 // 4 if is_tight else longest + 256 * 128
+    fields = {
+        "numerics": "fast" if options.plant == "fast" else "invariant",
+        "block_size": block_size,
+        "num_blocks": -(-num_tokens // block_size),
+        "depth": depth,
+        "max_step_tokens": max_step_tokens,
+        "chunk_size": chunk_size,
+        "max_num_seqs": max_num_seqs,
+        "prefix_reuse": index % 8 != 4,
+    }
+    start_s = time.perf_counter()
+    engine = build_random(spec, options.device, **fields)
+    if options.plant == "results":
+        plant_in_results(engine)
+    watch = StepWatch(engine)
+    built_s, first = time.perf_counter() - start_s, tally.configs
+    name = ", ".join(f"{key} {value}" for key, value in fields.items())
+    num_configs, stop_s = limits
+    while tally.configs - first < num_configs and (tally.configs == first or time.perf_counter() < stop_s):
+        victim = rng.choice(victims)
+        if rng.random() < 0.5:
+            engine.scheduler.pool.forget()
+        arrivals = draw_arrivals(victim, tally, engine.scheduler.config, is_tight, scale, rng)
+        run_config(engine, watch, victim, arrivals, tally, name)
+    engine.close()
+    for key, value in (("block_size", block_size), ("depth", depth)):
+        tally.met[f"{key} {value}"] += tally.configs - first
+    print(
+        f"  {tally.configs - first} in {time.perf_counter() - start_s:.1f} s, {built_s:.1f} of them to build: {name}; "
+        f"{tally.differing} differ so far",
+        flush=True,
+    )
+
+
+def fuzz(options: argparse.Namespace) -> Tally:
+    """All models in all engines."""
+    tally = Tally()
+    specs = model_specs(options.small)
+    num_engines = 4 if options.small else NUM_ENGINES
+    start_s, share_s = time.perf_counter(), options.seconds / len(specs)
+    for number, (name, spec) in enumerate(specs.items()):
+        rng = random.Random(number)
+        began, before = time.perf_counter(), replace(tally)
+        victims = make_victims(spec, SMALL if options.small else Scale(), options.device, rng)
+        print(f"{name}: {len(victims)} victims alone in {time.perf_counter() - began:.1f} s", flush=True)
+        for index in range(num_engines):
+            stop_s = start_s + share_s * (number + (index + 1) / num_engines)
+            # What remains is shared evenly among the engines to come.
+            remaining = options.configs * (number + 1) // len(specs) - tally.configs
+            limits = (-(-remaining // (num_engines - index)), stop_s)
+            fuzz_engine(index, spec, victims, options, tally, limits, rng)
+        print(
+            f"{name}: {tally.configs - before.configs} configurations, {tally.compared - before.compared:,} elements, "
+            f"{tally.differing - before.differing} differ, {time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
+    return tally
+
+
+def pressures(small: bool) -> list[str]:
+    """What must have been met."""
+    counted = ["preemptions", "preemptions of victims", "shared tokens of victims", "aborted companions"]
+    kinds = [f"block_size {size}" for size in BLOCK_SIZES] + [f"depth {depth}" for depth in DEPTHS]
+    modes = [] if small else [f"victims, {mode}" for mode in MODES]
+    return [*counted, "scored tokens", "full logits", *kinds, *modes]
+
+
+# How far `fast` is
+
+
+@dataclass
+class Texts:
+    """Greedy texts of some prompts and, by request, the logits of each token by position."""
+
+    token_ids: list[list[int]]
+    logits: Logits
+
+
+def greedy_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, batch: int, *, observe: bool) -> Texts:
+    """Texts of prompts that are given to the engine ``batch`` at a time."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens)
+    names = [f"text-{index}" for index in range(len(prompts))]
+    texts, logits = [], {}
+    for first in range(0, len(prompts), batch):
+        group = [
+            Arrival(name, prompt, params, 0)
+            for name, prompt in zip(names[first : first + batch], prompts[first : first + batch], strict=True)
+        ]
+        ids = [arrival.id for arrival in group]
+        with observed_logits(engine, ids if observe else []) as seen:
+            outputs = serve(engine, group, ids)
+        texts += [outputs[request_id].token_ids for request_id in ids]
+        logits |= seen
+    return Texts(texts, logits)
+
+
+def compare_texts(ours: Texts, theirs: Texts) -> dict[str, float]:
+    """How many texts differ, and how far the logits are apart while the texts before them are the same."""
+    largest = total = count = 0.0
+    for left, right, mine, others in zip(
+        ours.token_ids, theirs.token_ids, ours.logits.values(), theirs.logits.values(), strict=True
+    ):
+        num_same = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
+        for position in sorted(mine)[: num_same + 1]:
+            apart_V = (mine[position].float() - others[position].float()).abs()
+            largest, total, count = max(largest, float(apart_V.max())), total + float(apart_V.mean()), count + 1
+    different = sum(left != right for left, right in zip(ours.token_ids, theirs.token_ids, strict=True))
+    return {
+        "texts": len(ours.token_ids),
+        "different": different,
+        "max_dlogit": largest,
+        "mean_dlogit": total / count if count else 0.0,
+        "positions": count,
+    }
+
+
+def compare_fast(spec: ModelSpec, scale: Scale, device: str) -> dict[str, dict[str, float]]:
+    """Greedy texts of a random model: both kinds of numerics, alone and together, and fp32 with the same weights."""
+    rng = random.Random(5)
+    count = scale.num_compared
+    prompts = [[rng.randrange(spec.vocab_size) for _ in range(rng.randint(4, 90))] for _ in range(count)]
+    fields: dict[str, Any] = {"max_num_seqs": count, "num_blocks": 16 * count, "prefix_reuse": False}
+    texts: dict[tuple[str, str], Texts] = {}
+    for numerics in ("invariant", "fast"):
+        engine = build_random(spec, device, numerics=numerics, **fields)
+        for company, batch in (("alone", 1), ("together", count)):
+            texts[numerics, company] = greedy_texts(engine, prompts, scale.compared_tokens, batch, observe=True)
+        engine.close()
+    runner: Any = engine.executor
+    rounded = runner.decoder.tensors()
+    wide = build("random/model", spec, device=device, dtype="float32", max_seq_len=MAX_SEQ_LEN, **fields)
+    wide.load_weights(rounded)
+    exact = greedy_texts(wide, prompts, scale.compared_tokens, count, observe=True)
+    wide.close()
+    return {
+        "invariant: together / alone": compare_texts(texts["invariant", "together"], texts["invariant", "alone"]),
+        "fast: together / alone": compare_texts(texts["fast", "together"], texts["fast", "alone"]),
+        "fast / invariant, together": compare_texts(texts["fast", "together"], texts["invariant", "together"]),
+        "invariant / fp32": compare_texts(texts["invariant", "together"], exact),
+        "fast / fp32": compare_texts(texts["fast", "together"], exact),
+    }
+
+
+def compare_trained(scale: Scale, device: str) -> dict[str, dict[str, float]]:
+    """How many greedy texts of the trained ``tiny`` in bf16 change with the number of prompts served together."""
+    most = max(scale.batches)
+    prompts = builtin_prompts(most, 3)
+    rows = {}
+    for numerics in ("invariant", "fast"):
+        engine = build(
+            *("tiny", None),
+            **{"weights": "auto", "device": device, "dtype": "bfloat16", "numerics": numerics},
+            **{"max_num_seqs": most, "num_blocks": 16 * most, "max_seq_len": 256, "prefix_reuse": False},
+        )
+        texts = [
+            greedy_texts(engine, prompts, 3 * scale.num_tokens, batch, observe=False).token_ids
+            for batch in scale.batches
+        ]
+        engine.close()
+        for batch, others in zip(scale.batches[1:], texts[1:], strict=True):
+            different = sum(left != right for left, right in zip(texts[0], others, strict=True))
+            rows[f"tiny, {numerics}: {batch} together / alone"] = {"texts": most, "different": different}
+    return rows
+
+
+def main() -> None:
+    """Fuzz, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", type=int, default=510)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop fuzzing after about so long")
+    parser.add_argument("--plant", choices=("fast", "results"), help="a fault that must be found")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.small:
+        torch.set_num_threads(1)
+    print(f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'cpu'}, torch {torch.__version__}")
+    tally = fuzz(options)
+    print(
+        f"{tally.configs} configurations, {tally.compared:,} elements ({tally.logits:,} of full logits), "
+        f"{tally.differing} differ"
+    )
+    rows = sorted(tally.rows)
+    print(f"decoding steps of {rows[0]} to {rows[-1]} sequences, {len(rows)} different numbers of them")
+    print("met: " + "; ".join(f"{name} {count}" for name, count in sorted(tally.met.items())))
+    for failure in tally.failures:
+        print(f"differs: {failure}")
+    missing = [name for name in pressures(options.small) if not tally.met[name]]
+    if missing:
+        print(f"not met: {', '.join(missing)}")
+    found = tally.differing > 0
+    fine = found == (options.plant is not None) and not missing
+    report: dict[str, Any] = {
+        "configs": tally.configs,
+        "elements": tally.compared,
+        "logits": tally.logits,
+        "differing": tally.differing,
+        "met": dict(tally.met),
+        "rows": rows,
+    }
+    if options.plant is None:
+        scale = SMALL if options.small else Scale()
+        compared = compare_fast(next(iter(model_specs(options.small).values())), scale, options.device)
+        compared |= compare_trained(scale, options.device)
+        for name, row in compared.items():
+            print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+            fine = fine and not (name.startswith(("invariant: ", "tiny, invariant")) and row["different"])
+        report["compared"] = compared
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    sys.exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()
