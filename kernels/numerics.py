@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 
+from paged.kernels.exponential import COEFFICIENTS, SHORT_BITS, SHORT_COEFFICIENTS
+
 MODES = ("invariant", "fast")
 REDUCE_DTYPES = ("model", "float32")
 
@@ -79,13 +81,15 @@ class Numerics:
     def numerics_id(self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str, tp: int = 1) -> str:
         """12 hexadecimal digits over the constants, the dtypes, the kind of device and the version of torch.
 
-        The number of ranks ``tp`` counts too, unless the bits are the same over all of them.
+        Constants of masses count as well. The number of ranks ``tp`` does too, unless the bits are
+        the same over all of them.
 
         On the CPU what the libraries make of a few fixed products counts too: they choose their kernels by instruction
         set, number of threads and environment, which no version tells.
         """
         device = torch.device(device)
         facts: dict[str, object] = {"constants": asdict(self), "dtype": str(dtype), "kv_dtype": str(kv_dtype)}
+        facts["masses"] = [COEFFICIENTS, SHORT_BITS, SHORT_COEFFICIENTS]
         facts["torch"] = torch.__version__
         facts["tp"] = None if self.is_tp_invariant else tp
         if device.type == "cpu":

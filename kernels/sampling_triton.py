@@ -29,7 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged.kernels.exponential import COEFFICIENTS, LOG2_E
+from paged.kernels.exponential import (
+    COEFFICIENTS,
+    LOG2_E,
+    SHORT_COEFFICIENTS,
+    SHORT_ROUNDER,
+    SHORT_ROUNDER_BITS,
+    is_short,
+)
 from paged.kernels.philox import KEY_STEPS, MIN_ONE_MINUS_U, MULTIPLIERS, NUM_ROUNDS
 
 PART: Final = 8192
@@ -55,6 +62,11 @@ _NUM_ROUNDS = tl.constexpr(NUM_ROUNDS)
 _MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 _KEY_STEP_0, _KEY_STEP_1 = (tl.constexpr(step) for step in KEY_STEPS)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(coefficient) for coefficient in COEFFICIENTS)
+_S0, _S1, _S2, _S3, _S4, _S5, _S6 = (tl.constexpr(coefficient) for coefficient in SHORT_COEFFICIENTS)
+_SHORT_ROUNDER = tl.constexpr(SHORT_ROUNDER)
+_SHORT_ROUNDER_WORD = tl.constexpr(SHORT_ROUNDER_BITS >> 32)
+# Exponent's bits of a power of two that is rounded to mass 0.
+_LEAST_EXPONENT = tl.constexpr(1023 - 50)
 # Adding it to a small number and taking it away again rounds to a whole one; its low bits are then that number.
 _ROUNDER = tl.constexpr(1.5 * 2.0**52)
 # A number up to 2^52 plus this has the nearest whole number in its low bits, and above them those of 2^52.
@@ -82,7 +94,8 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int
     if num_rows:
         _mass_kernel[(num_parts, num_rows)](
             logits_RV, row_max_R, divisor_R, mass_RP, logits_RV.stride(0), vocab_size,
-            BITS=bits, PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=WEIGH_WARPS, enable_fp_fusion=False,
+            BITS=bits, SHORT=is_short(bits), PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=WEIGH_WARPS,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return mass_RP.sum(1)
 
@@ -123,7 +136,7 @@ def sample_triton(
     num_parts = triton.cdiv(vocab_size, PART)
     parts = triton.next_power_of_2(num_parts)
     asks = {"TOP_K": top_k_R is not None, "TOP_P": top_p_R is not None, "MIN_P": min_p_R is not None}
-    truncates = any(asks.values())
+    truncates, short = any(asks.values()), is_short(bits)
     # Columns that no row asks for are never read.
     wanted = (
         seeds_R if top_k_R is None else top_k_R,
@@ -173,7 +186,8 @@ def sample_triton(
             )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, temperature_R, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
-            *shape, num_parts, BITS=bits, MIN_P=asks["MIN_P"], SEARCHES=searches, num_warps=WEIGH_WARPS, **sizes,
+            *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"], SEARCHES=searches,
+            num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
         if searches:
             _list_kernel[grid](
@@ -186,8 +200,8 @@ def sample_triton(
             _cut_kernel[(num_rows,)](
                 *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit, list_id,
                 is_cut_R, drawn_R, last_R, last_id_R, kept_R, *shape, num_parts,
-                PARTS=parts, BITS=bits, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096, **asks,
-                num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
+                PARTS=parts, BITS=bits, SHORT=short, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096,
+                **asks, num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
             )  # fmt: skip
         _draw_kernel[grid](
             *rows, max_RP, drawn_R, last_R, last_id_R, *draws, *shape,
@@ -201,7 +215,7 @@ def sample_triton(
         )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, temperature_R, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
-            *shape, num_parts, BITS=bits, MIN_P=False, SEARCHES=False, num_warps=WEIGH_WARPS, **sizes,
+            *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
         *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, *draws,
@@ -230,13 +244,8 @@ def _is_finite(x):
 
 
 @triton.jit
-def _masses(logits, row_max, inverse, BITS: tl.constexpr):
-    """Masses int64 of logits; the twin's operations one by one (``scaled_exponential`` and what stands around it)."""
-    # What weighs nothing counts as the highest logit that surely does; the twin bounds the exponent instead.
-    nothing = (row_max.to(tl.float64) + 1.0 / inverse * _NO_MASS).to(logits.dtype)
-    logits = tl.maximum(logits, tl.maximum(nothing, _LEAST_LOGIT))
-    x = (logits.to(tl.float64) - row_max.to(tl.float64)) * inverse
-    y = x * _LOG2_E
+def _long_power(y, BITS: tl.constexpr):
+    """2^y * 2^BITS in fp64, as the long one of ``scaled_exponential``."""
     shifted = y + _ROUNDER
     rest = y - (shifted - _ROUNDER)
     whole = shifted.to(tl.int64, bitcast=True).to(tl.int32)
@@ -251,7 +260,35 @@ def _masses(logits, row_max, inverse, BITS: tl.constexpr):
     root = root * root
     root = root * root
     # The product with a power of two, by the exponent's bits.
-    scaled = (root.to(tl.int64, bitcast=True) + ((whole + BITS).to(tl.int64) << 52)).to(tl.float64, bitcast=True)
+    return (root.to(tl.int64, bitcast=True) + ((whole + BITS).to(tl.int64) << 52)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _short_power(y, BITS: tl.constexpr):
+    """2^y * 2^BITS in fp64, as the short one of ``scaled_exponential``."""
+    fixed = (y + _SHORT_ROUNDER).to(tl.int64, bitcast=True)
+    # Far below it is not a fixed-point number any more, but its upper word still falls with y, below 0 in the end.
+    exponent = tl.maximum((fixed >> 32).to(tl.int32) + (1023 + BITS - _SHORT_ROUNDER_WORD), _LEAST_EXPONENT)
+    fraction = fixed.to(tl.uint32)
+    rise = tl.umulhi(fraction, fraction * 0 + _S6) + _S5
+    rise = tl.umulhi(fraction, rise) + _S4
+    rise = tl.umulhi(fraction, rise) + _S3
+    rise = tl.umulhi(fraction, rise) + _S2
+    rise = tl.umulhi(fraction, rise) + _S1
+    rise = tl.umulhi(fraction, rise) + _S0
+    rise = (fraction.to(tl.uint64) * rise.to(tl.uint64)) >> 11
+    return (rise.to(tl.int64) + (exponent.to(tl.int64) << 52)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _masses(logits, row_max, inverse, BITS: tl.constexpr, SHORT: tl.constexpr):
+    """Masses int64 of logits; the twin's operations one by one (``scaled_exponential`` and what stands around it)."""
+    if not SHORT:
+        # What weighs nothing counts as the highest logit that surely does; the twin bounds the exponent instead.
+        nothing = (row_max.to(tl.float64) + 1.0 / inverse * _NO_MASS).to(logits.dtype)
+        logits = tl.maximum(logits, tl.maximum(nothing, _LEAST_LOGIT))
+    y = (logits.to(tl.float64) - row_max.to(tl.float64)) * inverse * _LOG2_E
+    scaled = _short_power(y, BITS) if SHORT else _long_power(y, BITS)
     return (scaled + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
 
 
@@ -453,15 +490,15 @@ def _draw_kernel(
 
 @triton.jit
 def _mass_kernel(
-    logits_ptr, max_ptr, divisor_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, PART: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    logits_ptr, max_ptr, divisor_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, SHORT: tl.constexpr,
+    PART: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Sum of masses of a part, given the row's highest logit."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     x_G4, _, _ = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     inverse = 1.0 / tl.load(divisor_ptr + row)
-    mass = tl.sum(tl.sum(_masses(x_G4, tl.load(max_ptr + row), inverse, BITS), 1))
+    mass = tl.sum(tl.sum(_masses(x_G4, tl.load(max_ptr + row), inverse, BITS, SHORT), 1))
     tl.store(mass_ptr + row * tl.num_programs(0) + part, mass)
 
 
@@ -557,7 +594,7 @@ def _bracket_kernel(
 def _weigh_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr, stride,
     vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
-    MIN_P: tl.constexpr, SEARCHES: tl.constexpr,
+    SHORT: tl.constexpr, MIN_P: tl.constexpr, SEARCHES: tl.constexpr,
 ):  # fmt: skip
     """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps."""
     part = tl.program_id(0)
@@ -575,7 +612,7 @@ def _weigh_kernel(
     # A quarter at a time: with all masses in registers few programs would fit beside each other.
     for quarter in range(4):
         x_B4, id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
-        mass_B4 = _masses(x_B4, row_max, inverse, BITS)
+        mass_B4 = _masses(x_B4, row_max, inverse, BITS, SHORT)
         mass_B += tl.sum(mass_B4, 1)
         if SEARCHES:
             above_B4 = x_B4 >= tl.load(bounds_ptr + row * 2 + 1)
@@ -745,18 +782,21 @@ def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, 
 
 
 @triton.jit
-def _row_chunk(first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS: tl.constexpr, CHUNK: tl.constexpr):
+def _row_chunk(
+    first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS: tl.constexpr, SHORT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     """Keys, ids and masses of CHUNK tokens of a row from ``first`` on, and whether they exist."""
     id_N = first + tl.arange(0, CHUNK)
     exists_N = id_N < vocab_size
     x_N = tl.load(logits_ptr + row.to(tl.int64) * stride + id_N, exists_N, float("-inf"))
-    return _key(x_N), id_N, tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0), exists_N
+    return _key(x_N), id_N, tl.where(exists_N, _masses(x_N, row_max, inverse, BITS, SHORT), 0), exists_N
 
 
 @triton.jit
 def _search_row(
     needed, BY_MASS: tl.constexpr, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SHORT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``_search_list`` with all tokens of the row as candidates: for the rows whose bracket was wrong."""
     wide: tl.constexpr = logits_ptr.dtype.element_ty == tl.float64
@@ -769,7 +809,7 @@ def _search_row(
         sum3 = needed * 0
         for first in range(0, vocab_size, CHUNK):
             key_N, id_N, mass_N, exists_N = _row_chunk(
-                first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, SHORT, CHUNK
             )
             value_N = mass_N if BY_MASS else exists_N.to(tl.int64)
             more1, more2, more3 = _sums_from(key_N, value_N, key, unit)
@@ -784,7 +824,7 @@ def _search_row(
     tie_mass = needed * 0
     for first in range(0, vocab_size, CHUNK):
         key_N, id_N, mass_N, exists_N = _row_chunk(
-            first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+            first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, SHORT, CHUNK
         )
         count += tl.sum(((key_N > key) & exists_N).to(tl.int64))
         mass += tl.sum(tl.where(key_N > key, mass_N, 0))
@@ -799,7 +839,7 @@ def _search_row(
             found = needed * 0
             for first in range(0, vocab_size, CHUNK):
                 key_N, id_N, mass_N, exists_N = _row_chunk(
-                    first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                    first, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, SHORT, CHUNK
                 )
                 found += tl.sum(((key_N == key) & exists_N & (id_N < last_id + step)).to(tl.int64))
             last_id = tl.where(found < taken, last_id + step, last_id)
@@ -812,7 +852,7 @@ def _cut_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr,
     counts_ptr, masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr, last_ptr,
     last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr,
+    SHORT: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
     """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; or IS_LAST, from the row.
@@ -854,7 +894,7 @@ def _cut_kernel(
                 x_N = tl.load(list_logit_ptr + first_of_row + place_N, exists_N, float("-inf"))
                 id_N_ptr = list_id_ptr + first_of_row + place_N
                 key_N = _key(x_N)
-                mass_N = tl.where(exists_N, _masses(x_N, row_max, inverse, BITS), 0)
+                mass_N = tl.where(exists_N, _masses(x_N, row_max, inverse, BITS, SHORT), 0)
                 reached = above_mass + tl.sum(mass_N)
                 is_listed = reached == total
                 if TOP_K:
@@ -869,7 +909,17 @@ def _cut_kernel(
                         elif (reached != total) | (top_k <= above_count):
                             if IS_LAST:
                                 last, last_id, kept = _search_row(
-                                    top_k, False, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                                    top_k,
+                                    False,
+                                    logits_ptr,
+                                    row,
+                                    stride,
+                                    vocab_size,
+                                    row_max,
+                                    inverse,
+                                    BITS,
+                                    SHORT,
+                                    CHUNK,
                                 )
                             else:
                                 is_cut = kept != kept
@@ -884,7 +934,7 @@ def _cut_kernel(
                             is_listed = kept == kept
                         elif IS_LAST:
                             last, last_id, kept = _search_row(
-                                needed, True, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, CHUNK
+                                needed, True, logits_ptr, row, stride, vocab_size, row_max, inverse, BITS, SHORT, CHUNK
                             )
                         else:
                             is_cut = kept != kept

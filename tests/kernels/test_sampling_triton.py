@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from paged.kernels import sampling_triton
+from paged.kernels import exponential, sampling_triton
 from paged.kernels.sampling import (
     LogitBias,
     Penalties,
@@ -108,8 +108,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("vocab_size", "asks"), [(5, "kpm"), (1500, ""), (1500, "k"), (1501, "pa"), (1501, "kpm")])
-def test_rows_equal_the_twin(small_parts: None, vocab_size: int, asks: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("vocab_size", "asks", "short"),
+    [(5, "kpm", False), (1500, "", False), (1500, "k", True), (1501, "pa", True), (1501, "kpm", False)],
+)
+def test_rows_equal_the_twin(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch, vocab_size: int, asks: str, short: bool, dtype: torch.dtype
+) -> None:
+    if short:
+        monkeypatch.setattr(exponential, "SHORT_BITS", 52)
     generator = np.random.default_rng(vocab_size)
     logits = logits_of(generator, 6, vocab_size).to(dtype)
     logits[1, 0], logits[3] = torch.nan, -torch.inf
