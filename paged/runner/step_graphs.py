@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -24,6 +26,8 @@ from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.slots import SlotTables
 from paged.runner.transfers import download, staging
+
+_LOG = logging.getLogger(__name__)
 
 # Sizes that steps of a few rows are padded to; larger ones are those that products are padded to.
 SMALL_SIZES = (1, 2, 4, 8)
@@ -243,10 +247,14 @@ class StepGraphs:
         if graph is not None:
             graph.replay()
             return
+        start_s = time.perf_counter()
         work()
+        worked_s = time.perf_counter()
         if self._recorder is None:
             self._recorder = _Recorder(self._inputs.device)
         self._graphs[key] = self._recorder.record(work)
+        times_ms = (worked_s - start_s) * 1e3, (time.perf_counter() - worked_s) * 1e3
+        _LOG.debug("graph %s: launched in %.0f ms, captured in %.0f ms", key, *times_ms)
 
 
 class _Recorder:
