@@ -286,7 +286,7 @@ def _attend_split(
     return top_R, tl.max(total_RW, 1), sum_RD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode_kernel(
     q_ptr,
     key_ptr,
