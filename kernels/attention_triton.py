@@ -8,9 +8,9 @@ that continue the accumulator. Splits are folded left to right in fp32: the firs
 ``sum * a + sum2 * b``. Which kernel takes a row, the rows beside it, chunks, blocks and warps leave its bits alone:
 equal programs of exact or elementwise operations, and matrix products that keep one order (shown on the card).
 
-No grid hangs on how much work there is, only on how long the lists of it are: programs read from the device what counts,
-so that a CUDA graph can hold the launches. A program waits for the kernel before its own and only then lets the next
-one start: so what was written before the one it waits for is there from the first.
+No grid hangs on how much work there is, only on how long the lists of it are: programs read from the device what
+counts, so that a CUDA graph can hold the launches. A program waits for the kernel before its own and only then lets the
+next one start: so what was written before the one it waits for is there from the first.
 """
 
 from __future__ import annotations
