@@ -1,9 +1,10 @@
 """Attention on one card: bits over many ways to batch the same rows, accuracy, then microseconds against floors.
 
-    python benchmarks/attention_h200.py [--configs 512] [--json FILE]
+    python benchmarks/attention_h200.py [--configs 512] [--ways] [--json FILE]
 
 Bits come first and a differing element makes the run fail. Times are those of CUDA graphs over caches that rotate out
 of the second-level cache; fractions are of the read bandwidth and of the matrix product rate measured in the same run.
+`--ways` only times decode, in each of the ways that the kernels' constants choose between, and compares their bits.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,13 +27,27 @@ import triton
 import triton.language as tl
 from card_times import graph_us
 
+from paged.kernels import attention_triton
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.numerics import Numerics
 
 INVARIANT = Numerics()
 DEVICE = "cuda"
-DECODES = ((64, 1024), (64, 4096), (256, 1024), (8, 16384), (1, 40960))
+DECODES = ((1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 16384), (1, 40960))
+LAST, EVEN = {"LAST_FOLDS": 16}, {"DECODE_EVEN": True}
+# Five stages are the least that keep two tiles on their way; they leave room for three programs.
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "last folds": LAST,
+    "even": EVEN,
+    "even, last folds": EVEN | LAST,
+    "4 programs, last folds": {"DECODE_PROGRAMS_PER_SM": 4} | LAST,
+    "4 programs, even, last folds": {"DECODE_PROGRAMS_PER_SM": 4} | EVEN | LAST,
+    "5 stages, last folds": {"DECODE_STAGES": 5} | LAST,
+    "5 stages, even, last folds": {"DECODE_STAGES": 5} | EVEN | LAST,
+    "5 stages, 2 programs, even, last folds": {"DECODE_STAGES": 5, "DECODE_PROGRAMS_PER_SM": 2} | EVEN | LAST,
+}
 SHAPES = ((32, 8, 128), (16, 8, 128), (4, 4, 64), (4, 2, 64), (8, 2, 64), (8, 1, 128), (16, 2, 64))
 
 
@@ -158,8 +177,18 @@ def filled_cache(num_blocks: int, block_size: int, kv_heads: int, head_dim: int)
     return LayerCache(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)))
 
 
-def time_decode(batch: int, context: int, bandwidth: float, *, with_sdpa: bool = True) -> dict[str, Any]:
-    """Microseconds of decoding ``batch`` rows at ``context`` keys, Qwen3-8B's heads, block 16, random blocks."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Decodes:
+    """Calls that decode the same rows over caches that take turns, and what they read."""
+
+    q_THD: torch.Tensor
+    caches: list[LayerCache]
+    calls: list[Callable[[], torch.Tensor]]
+    size_bytes: int
+
+
+def decodes(batch: int, context: int) -> Decodes:
+    """Decoding ``batch`` rows at ``context`` keys, Qwen3-8B's heads, block 16, random blocks."""
     heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
     blocks = batch * context // block_size
     size_bytes = 2 * blocks * block_size * kv_heads * head_dim * 2
@@ -167,18 +196,49 @@ def time_decode(batch: int, context: int, bandwidth: float, *, with_sdpa: bool =
     tables = np.random.default_rng(0).permutation(blocks).reshape(batch, -1).astype(np.int32)
     layout = BatchLayout.build([context - 1] * batch, [1] * batch, tables, block_size, DEVICE)
     q = torch.randn(batch, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    calls = [
-        lambda cache=cache: attention(q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT) for cache in caches
-    ] * 2
-    best, median = graph_us(calls)
-    row = {"shape": f"{batch} x {context}", "us": median, "best_us": best, "floor_us": size_bytes / bandwidth * 1e6}
+    calls = [partial(attention, q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT) for cache in caches]
+    return Decodes(q, caches, calls, size_bytes)
+
+
+def time_decode(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """Microseconds of ``decodes`` beside PyTorch's SDPA over contiguous keys."""
+    work = decodes(batch, context)
+    best, median = graph_us(work.calls * 2)
+    row = {
+        "shape": f"{batch} x {context}",
+        "us": median,
+        "best_us": best,
+        "floor_us": work.size_bytes / bandwidth * 1e6,
+    }
     row["fraction"] = row["floor_us"] / median
-    if with_sdpa:
-        # Contiguous keys; the heads that share a kv head stand where a single row leaves the query dimension free.
-        q_BKGD = q.view(batch, kv_heads, -1, head_dim)
-        shape = (batch, context, kv_heads, head_dim)
-        dense = [[x.view(shape).transpose(1, 2).contiguous() for x in (c.key, c.value)] for c in caches]
-        row["sdpa_us"] = graph_us([partial(F.scaled_dot_product_attention, q_BKGD, *kv) for kv in dense])[1]
+    # The heads that share a kv head stand where a single row leaves the query dimension free.
+    num_kv_heads, head_dim = work.caches[0].key.shape[2:]
+    q_BKGD = work.q_THD.view(batch, num_kv_heads, -1, head_dim)
+    shape = (batch, context, num_kv_heads, head_dim)
+    dense = [[x.view(shape).transpose(1, 2).contiguous() for x in (c.key, c.value)] for c in work.caches]
+    row["sdpa_us"] = graph_us([partial(F.scaled_dot_product_attention, q_BKGD, *kv) for kv in dense])[1]
+    return row
+
+
+def time_ways(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """Median microseconds of ``decodes`` in each of ``WAYS``, and how many elements differ from the first one's."""
+    work = decodes(batch, context)
+    floor_us = work.size_bytes / bandwidth * 1e6
+    row: dict[str, Any] = {
+        "shape": f"{batch} x {context}",
+        "floor_us": floor_us,
+        "us": {},
+        "fraction": {},
+        "differing": 0,
+    }
+    expected = None
+    for name, constants in WAYS.items():
+        with patch.multiple(attention_triton, **constants) if constants else nullcontext():
+            row["us"][name] = graph_us(work.calls * 2)[1]
+            out = work.calls[0]()
+        row["fraction"][name] = floor_us / row["us"][name]
+        expected = out if expected is None else expected
+        row["differing"] += int((out.view(torch.int16) != expected.view(torch.int16)).sum())
     return row
 
 
@@ -204,20 +264,25 @@ def time_prefill(tokens: int, rate: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run all parts; a difference of bits ends the run with status 1."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--configs", type=int, default=512)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    report: dict[str, Any] = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
+def report_ways(report: dict[str, Any]) -> int:
+    """Print the times of decode in all ways and put them into ``report``; the number of differing elements."""
+    bandwidth = report["read_bytes_per_s"] = read_bandwidth()
+    print(f"read {bandwidth / 1e12:.2f} TB/s")
+    report["ways"] = []
+    for batch, context in DECODES:
+        row = time_ways(batch, context, bandwidth)
+        report["ways"].append(row)
+        print(f"{row['shape']}, floor {row['floor_us']:.1f} us, {row['differing']} elements differ")
+        for name, median in row["us"].items():
+            print(f"  {median:8.1f} us {row['fraction'][name]:6.1%}  {name}", flush=True)
+    return sum(row["differing"] for row in report["ways"])
+
+
+def report_all(report: dict[str, Any], num_configs: int) -> int:
+    """Print accuracy, bits and times, and put them into ``report``; the number of differing elements."""
     report["accuracy"] = compare_accuracy()
     print(f"accuracy {report['accuracy']}")
-    configs, compared, differing = compare_bits(arguments.configs)
+    configs, compared, differing = compare_bits(num_configs)
     report["bits"] = {"configs": configs, "elements": compared, "differing": differing}
     print(f"bits: {configs} configurations, {compared} elements, {differing} differ")
     bandwidth, rate = read_bandwidth(), matmul_rate()
@@ -231,6 +296,22 @@ def main() -> None:
     for batch, context in DECODES:
         report["decode"].append(time_decode(batch, context, bandwidth))
         print(report["decode"][-1])
+    return differing
+
+
+def main() -> None:
+    """Run the parts asked for; a difference of bits ends the run with status 1."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--configs", type=int, default=512)
+    parser.add_argument("--ways", action="store_true", help="only time the ways to launch decode")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    differing = report_ways(report) if arguments.ways else report_all(report, arguments.configs)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     sys.exit(1 if differing else 0)

@@ -37,7 +37,7 @@ def attention(
     Args:
         q_THD: queries, contiguous; query head h reads kv head h // G.
         cache: the layer's keys and values, with this step's rows already stored.
-        layout: the rows.
+        layout: the rows; a planned one only where the card's kernels take the queries and the cache.
         scale: factor of the scores, usually D ** -0.5.
         numerics: how sums are formed.
 

@@ -8,9 +8,9 @@ that continue the accumulator. Splits are folded left to right in fp32: the firs
 ``sum * a + sum2 * b``. Which kernel takes a row, the rows beside it, chunks, blocks and warps leave its bits alone:
 equal programs of exact or elementwise operations, and matrix products that keep one order (shown on the card).
 
-No grid hangs on the batch: programs read from the device how much work there is, so that a CUDA graph can hold the
-launches. Each waits for the kernel before it first and lets the next one start then: all that was written before that
-kernel is there for a program that has yet to wait.
+No grid hangs on how much work there is, only on how long the lists of it are: programs read from the device what
+counts, so that a CUDA graph can hold the launches. A program waits for the kernel before its own and only then lets the
+next one start: so what was written before the one it waits for is there from the first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ DECODE_EVEN = False
 FOLDS = ((4, 256), (32, 32))
 # Up to so many splits a row, the program that ends the last of them folds them, and there is no second kernel.
 LAST_FOLDS = 0
-
 
 # The only tile of keys that the kernels have been shown to be right and equal with.
 KV_TILE = 64
@@ -214,7 +213,7 @@ def chunk_attention(
 
 def _chunk_rows(cache: LayerCache) -> int:
     """Rows of a program of the chunk kernel: positions times the query heads that share a kv head."""
-    return min(CHUNK_ROWS, 64) if cache.head_dim > 128 else CHUNK_ROWS
+    return 64 if cache.head_dim > 128 else CHUNK_ROWS
 
 
 def _decode_programs(device: torch.device) -> int:
@@ -286,7 +285,7 @@ def _attend_split(
     return top_R, tl.max(total_RW, 1), sum_RD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode_kernel(
     q_ptr,
     key_ptr,

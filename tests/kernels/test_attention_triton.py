@@ -221,6 +221,15 @@ def test_reasons_to_refuse() -> None:
     assert "kv_tile is 32" in str(reason(torch.bfloat16, torch.bfloat16, kv_tile=32))
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "expected"), [(4, 2, 16, 64), (6, 2, 256, 16), (8, 8, 64, 128)]
+)
+def test_positions_per_tile(heads: int, kv_heads: int, head_dim: int, expected: int) -> None:
+    """A program's rows are positions times the next power of two of the heads that share a kv head."""
+    cache = LayerCache(*(torch.zeros(1, 16, kv_heads, head_dim, dtype=torch.float16) for _ in range(2)))
+    assert positions_per_tile(heads, cache, torch.float16, INVARIANT) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_way")
 @pytest.mark.skipif(not ON_CARD, reason="needs a card")
