@@ -139,7 +139,8 @@ def measure(options: argparse.Namespace, numerics: str) -> list[dict[str, Any]]:
     path, spec = read_model(options.model)
     vocab_size = find_model(path, spec, need_weights=False)[1].vocab_size
     lines = {name: read_line(name, vocab_size) for name in options.lines}
-    points, prefill, num_steps = POINTS, PREFILL, NUM_STEPS
+    points: Sequence[tuple[int, int]] = POINTS
+    prefill, num_steps = PREFILL, NUM_STEPS
     # The lines' experiments agree in what they ask of the engine, but for what they are sampled with.
     fields = read_line(LINES[0], vocab_size).engine
     if options.small:

@@ -125,23 +125,20 @@ def gaps_us(spans: Sequence[Span]) -> float:
 def kernel_rows(spans: Sequence[Span], floors: dict[str, float], num_steps: int) -> Iterator[str]:
     """The table of kinds, microseconds a step, and a line for the largest kernels of each."""
     own = kinds_by_name()
-    times, counts = Counter[str](), Counter[str]()
-    by_name: dict[str, Counter[str]] = {}
+    by_name: dict[str, dict[str, float]] = {}
+    counts = Counter(kind_of(name, own) for name, _, _ in spans)
     for name, start, end in spans:
-        kind = kind_of(name, own)
-        times[kind] += end - start
-        counts[kind] += 1
-        by_name.setdefault(kind, Counter())[name] += end - start
+        of_kind = by_name.setdefault(kind_of(name, own), {})
+        of_kind[name] = of_kind.get(name, 0.0) + end - start
     yield "| kind | kernels a step | us a step | floor us | floor/us | largest |"
     yield "|---|---|---|---|---|---|"
     for kind in (*KINDS, *sorted(by_name.keys() - set(KINDS))):
-        us, floor = times[kind] / num_steps, floors.get(kind, 0.0)
+        times = sorted(by_name.get(kind, {}).items(), key=lambda item: item[1], reverse=True)
+        us, floor = sum(time_us for _, time_us in times) / num_steps, floors.get(kind, 0.0)
         share = f"{floor / us:.0%}" if floor and us else ""
-        largest = "; ".join(
-            f"{name[:40]} {time_us / num_steps:.0f}" for name, time_us in by_name.get(kind, Counter()).most_common(3)
-        )
+        largest = "; ".join(f"{name[:40]} {time_us / num_steps:.0f}" for name, time_us in times[:3])
         yield f"| {kind} | {counts[kind] / num_steps:.0f} | {us:.1f} | {floor:.0f} | {share} | {largest} |"
-    busy, floor = sum(times.values()) / num_steps, sum(floors.values())
+    busy, floor = sum(end - start for _, start, end in spans) / num_steps, sum(floors.values())
     yield f"| all | {len(spans) / num_steps:.0f} | {busy:.1f} | {floor:.0f} | {floor / busy:.0%} | |"
     yield f"gaps between kernels: {gaps_us(spans) / num_steps:.1f} us a step"
 
