@@ -51,6 +51,8 @@ HALF_BRACKET: Final = 2048
 MARGIN: Final = 2.0**-11
 DRAW_WARPS: Final = 8
 WEIGH_WARPS: Final = 8
+LISTS_WITH_MASSES = True
+"""Whether the kernel that forms masses makes the lists too; else one of their own does."""
 
 # Exponents below this have mass 0, whatever the number of binary digits.
 _NO_MASS = tl.constexpr(-50.0)
@@ -186,10 +188,11 @@ def sample_triton(
             )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, temperature_R, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
-            *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"], SEARCHES=searches,
-            num_warps=WEIGH_WARPS, **sizes,
+            listed_R, list_logit, list_id, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"],
+            SEARCHES=searches, LISTS=searches and LISTS_WITH_MASSES, CANDIDATES=CANDIDATES, num_warps=WEIGH_WARPS,
+            **sizes,
         )  # fmt: skip
-        if searches:
+        if searches and not LISTS_WITH_MASSES:
             _list_kernel[grid](
                 logits_RV, bounds_R2, listed_R, list_logit, list_id, *shape,
                 CANDIDATES=CANDIDATES, num_warps=8, **sizes,
@@ -215,7 +218,8 @@ def sample_triton(
         )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, temperature_R, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
-            *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False, num_warps=WEIGH_WARPS, **sizes,
+            max_id_RP, max_RP, max_id_RP, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False,
+            LISTS=False, CANDIDATES=CANDIDATES, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
         *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, *draws,
@@ -496,10 +500,14 @@ def _mass_kernel(
     """Sum of masses of a part, given the row's highest logit."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    x_G4, _, _ = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     inverse = 1.0 / tl.load(divisor_ptr + row)
-    mass = tl.sum(tl.sum(_masses(x_G4, tl.load(max_ptr + row), inverse, BITS, SHORT), 1))
-    tl.store(mass_ptr + row * tl.num_programs(0) + part, mass)
+    row_max = tl.load(max_ptr + row)
+    mass_B = tl.zeros([PART // 16], tl.int64)
+    # A quarter at a time: with all masses in registers few programs would fit beside each other.
+    for quarter in range(4):
+        x_B4, _id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        mass_B += tl.sum(_masses(x_B4, row_max, inverse, BITS, SHORT), 1)
+    tl.store(mass_ptr + row * tl.num_programs(0) + part, tl.sum(mass_B))
 
 
 @triton.jit
@@ -586,19 +594,61 @@ def _bracket_kernel(
     low = top.to(tl.float32) - tl.minimum(_bins_holding(count_B, low_rank), _BINS - 1.0) / unit
     high = top.to(tl.float32) - _bins_holding(count_B, tl.maximum(high_rank, 0.0)) / unit
     element = bounds_ptr.dtype.element_ty
-    tl.store(bounds_ptr + row * 2, low.to(element))
+    # -inf is never inside: it stands for what lies beyond the vocabulary.
+    tl.store(bounds_ptr + row * 2, tl.maximum(low, _LEAST_LOGIT).to(element))
     tl.store(bounds_ptr + row * 2 + 1, tl.where(high_rank > 0, high, float("inf")).to(element))
 
 
 @triton.jit
-def _weigh_kernel(
-    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr, stride,
-    vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
-    SHORT: tl.constexpr, MIN_P: tl.constexpr, SEARCHES: tl.constexpr,
+def _listed(x_B4, quarter, low, high):
+    """For each group of a quarter, a bit for each of its tokens inside the bracket: bits 4 ``quarter`` and up."""
+    bit_14 = 1 << (quarter * 4 + tl.arange(0, 4)[None])
+    return tl.sum(tl.where((x_B4 >= low) & (x_B4 < high), bit_14, 0), 1)
+
+
+@triton.jit
+def _append(
+    bits_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps."""
+    """Append a part's tokens, given by their bits, to the row's list in no certain order, and count them all."""
+    # How many of 16 bits are set.
+    count_B = bits_B - ((bits_B >> 1) & 0x5555)
+    count_B = (count_B & 0x3333) + ((count_B >> 2) & 0x3333)
+    count_B = (count_B + (count_B >> 4)) & 0x0F0F
+    count_B = (count_B + (count_B >> 8)) & 0x1F
+    count = tl.sum(count_B)
+    if count > 0:
+        slot_B = tl.atomic_add(listed_ptr + row, count) + tl.cumsum(count_B, 0) - count_B
+        first_of_row = row.to(tl.int64) * CANDIDATES
+        id_B = part * PART + tl.arange(0, PART // 16) * 4
+        # One token of each group at a time: few have more than two.
+        for _ in range(tl.max(count_B)):
+            lowest_B = bits_B & -bits_B
+            place_B = (lowest_B.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            exists_B = (bits_B != 0) & (slot_B < CANDIDATES)
+            token_B = id_B + (place_B >> 2) * (PART // 4) + (place_B & 3)
+            x_B = tl.load(logits_ptr + row.to(tl.int64) * stride + token_B, exists_B, 0.0)
+            tl.store(list_logit_ptr + first_of_row + slot_B, x_B, exists_B)
+            tl.store(list_id_ptr + first_of_row + slot_B, token_B, exists_B)
+            bits_B = bits_B ^ lowest_B
+            slot_B += 1
+
+
+@triton.jit
+def _weigh_kernel(
+    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
+    listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
+    ALIGNED: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, MIN_P: tl.constexpr, SEARCHES: tl.constexpr,
+    LISTS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps.
+
+    With LISTS it lists the part's tokens inside the bracket too, as ``_list_kernel`` else does.
+    """
     part = tl.program_id(0)
-    row = tl.program_id(1)
+    # What was read last is still near.
+    row = tl.num_programs(1) - 1 - tl.program_id(1)
     place = row * PARTS + part
     row_max = _row_max(max_ptr, row, num_parts, PARTS)
     inverse = _inverse(temperature_ptr, row)
@@ -606,18 +656,25 @@ def _weigh_kernel(
     mass_B = zero_B
     above_mass_B = zero_B
     above_count_B = zero_B.to(tl.int32)
+    listed_B = zero_B.to(tl.int32)
     likely_mass_B = zero_B
     likely_count_B = zero_B.to(tl.int32)
     least_B = zero_B.to(logits_ptr.dtype.element_ty) + float("inf")
+    if SEARCHES:
+        low = tl.load(bounds_ptr + row * 2)
+        high = tl.load(bounds_ptr + row * 2 + 1)
     # A quarter at a time: with all masses in registers few programs would fit beside each other.
     for quarter in range(4):
         x_B4, id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
         mass_B4 = _masses(x_B4, row_max, inverse, BITS, SHORT)
         mass_B += tl.sum(mass_B4, 1)
         if SEARCHES:
-            above_B4 = x_B4 >= tl.load(bounds_ptr + row * 2 + 1)
-            above_count_B += tl.sum(above_B4.to(tl.int32), 1)
-            above_mass_B += tl.sum(tl.where(above_B4, mass_B4, 0), 1)
+            if high < float("inf"):
+                above_B4 = x_B4 >= high
+                above_count_B += tl.sum(above_B4.to(tl.int32), 1)
+                above_mass_B += tl.sum(tl.where(above_B4, mass_B4, 0), 1)
+        if LISTS:
+            listed_B += _listed(x_B4, quarter, low, high)
         if MIN_P:
             likely_B4 = (mass_B4 >= _least_mass(min_p_ptr, row, BITS)) & (id_B4 < vocab_size)
             likely_count_B += tl.sum(likely_B4.to(tl.int32), 1)
@@ -633,6 +690,10 @@ def _weigh_kernel(
         tl.store(counts_ptr + rows_apart + place, tl.sum(likely_count_B))
         tl.store(masses_ptr + rows_apart + place, tl.sum(likely_mass_B))
         tl.store(least_ptr + place, tl.min(least_B))
+    if LISTS:
+        _append(
+            listed_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART, CANDIDATES
+        )  # fmt: skip
 
 
 @triton.jit
@@ -640,29 +701,16 @@ def _list_kernel(
     logits_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, PARTS: tl.constexpr,
     PART: tl.constexpr, ALIGNED: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Append a part's tokens inside the bracket to the row's list, in no certain order, and count them all."""
+    """List a part's tokens inside the bracket."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     low = tl.load(bounds_ptr + row * 2)
     high = tl.load(bounds_ptr + row * 2 + 1)
-    x_G4, id_G4, _group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
-    listed_G4 = (x_G4 >= low) & (x_G4 < high) & (id_G4 < vocab_size)
-    count = tl.sum(tl.sum(listed_G4.to(tl.int32), 1))
-    if count > 0:
-        slot = tl.atomic_add(listed_ptr + row, count)
-        first_of_row = row.to(tl.int64) * CANDIDATES
-        # Read anew, a quarter at a time: with all places in registers few programs would fit beside each other.
-        for quarter in range(4):
-            x_B4, id_B4, _group_B = _load_part(
-                logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED
-            )
-            listed_B4 = ((x_B4 >= low) & (x_B4 < high) & (id_B4 < vocab_size)).to(tl.int32)
-            listed_B = tl.sum(listed_B4, 1)
-            slot_B4 = (slot + tl.cumsum(listed_B, 0) - listed_B)[:, None] + tl.cumsum(listed_B4, 1) - listed_B4
-            stored_B4 = (listed_B4 > 0) & (slot_B4 < CANDIDATES)
-            tl.store(list_logit_ptr + first_of_row + slot_B4, x_B4, stored_B4)
-            tl.store(list_id_ptr + first_of_row + slot_B4, id_B4, stored_B4)
-            slot += tl.sum(listed_B)
+    listed_B = tl.zeros([PART // 16], tl.int32)
+    for quarter in range(4):
+        x_B4, _id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        listed_B += _listed(x_B4, quarter, low, high)
+    _append(listed_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART, CANDIDATES)
 
 
 @triton.jit
