@@ -51,6 +51,10 @@ HALF_BRACKET: Final = 2048
 MARGIN: Final = 2.0**-11
 DRAW_WARPS: Final = 8
 WEIGH_WARPS: Final = 8
+LISTS_WITH_MASSES = True
+"""Whether the kernel that forms masses makes the lists too; else one of their own does."""
+DRAWS_WITH_MASSES = True
+"""Whether that kernel draws too, among the tokens above the bracket; else rows too long for a list are read again."""
 
 # Exponents below this have mass 0, whatever the number of binary digits.
 _NO_MASS = tl.constexpr(-50.0)
@@ -178,6 +182,7 @@ def sample_triton(
             DRAW=False, CLUSTERS=True, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
         )  # fmt: skip
         searches = asks["TOP_K"] or asks["TOP_P"]
+        draws_above = searches and DRAWS_WITH_MASSES
         if searches:
             _bracket_kernel[(num_rows,)](
                 logits_RV, max_RP, temperature_R, *wanted, high_RC, bounds_R2, *shape, num_parts,
@@ -185,40 +190,43 @@ def sample_triton(
                 **asks, num_warps=16, maxnreg=64, enable_fp_fusion=False,
             )  # fmt: skip
         _weigh_kernel[grid](
-            logits_RV, temperature_R, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
-            *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"], SEARCHES=searches,
+            *rows, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit,
+            list_id, *draws, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"], SEARCHES=searches,
+            LISTS=searches and LISTS_WITH_MASSES, DRAWS=draws_above, CANDIDATES=CANDIDATES, FAST_LOG=logits_RV.is_cuda,
             num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
-        if searches:
+        if searches and not LISTS_WITH_MASSES:
             _list_kernel[grid](
                 logits_RV, bounds_R2, listed_R, list_logit, list_id, *shape,
                 CANDIDATES=CANDIDATES, num_warps=8, **sizes,
             )  # fmt: skip
         # Most lists are short: a first pass that holds half of one needs so few registers that no row has to wait.
         is_cut_R, drawn_R = empty(num_rows, dtype=torch.bool), empty(num_rows, dtype=torch.int32)
+        score_R = empty(num_rows, dtype=torch.float64)
         for held, is_last in ((CANDIDATES // 2, False), (CANDIDATES, True))[: 2 if searches else 1]:
             _cut_kernel[(num_rows,)](
-                *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit, list_id,
-                is_cut_R, drawn_R, last_R, last_id_R, kept_R, *shape, num_parts,
+                *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, bounds_R2, listed_R, list_logit,
+                list_id, is_cut_R, drawn_R, score_R, last_R, last_id_R, kept_R, *shape, num_parts,
                 PARTS=parts, BITS=bits, SHORT=short, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096,
-                **asks, num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
+                DRAWS=draws_above, **asks, num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
             )  # fmt: skip
         _draw_kernel[grid](
             *rows, max_RP, drawn_R, last_R, last_id_R, *draws, *shape,
             FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
     else:
-        drawn_R, last_R, last_id_R, kept_R = max_id_RP, max_RP, max_id_RP, mass_RP
+        drawn_R, score_R, last_R, last_id_R, kept_R = max_id_RP, temperature_R, max_RP, max_id_RP, mass_RP
         _scan_kernel[grid](
             *rows, max_RP, max_id_RP, *draws, max_RP, *shape,
             DRAW=True, CLUSTERS=False, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
         _weigh_kernel[grid](
-            logits_RV, temperature_R, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
-            *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False, num_warps=WEIGH_WARPS, **sizes,
+            *rows, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP, max_id_RP, max_RP, max_id_RP,
+            *draws, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False, LISTS=False, DRAWS=False,
+            CANDIDATES=CANDIDATES, FAST_LOG=logits_RV.is_cuda, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
-        *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, *draws,
+        *rows, max_RP, max_id_RP, mass_RP, drawn_R, score_R, last_R, last_id_R, kept_R, *draws,
         tokens_R, raw_R, behavior_R, nan_R, *shape, num_parts, BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
     )  # fmt: skip
     return tokens_R, raw_R, behavior_R, nan_R
@@ -382,14 +390,42 @@ def _only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row):
 
 
 @triton.jit
-def _rough_draw(
-    logits_ptr, row, part, stride, vocab_size, base, inverse, seeds_ptr, positions_ptr, last_ptr, last_id_ptr,
-    CUT: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, FAST_LOG: tl.constexpr,
+def _add_rough(
+    x_B4, group_B, quarter, base, steep, row, seeds_ptr, positions_ptr, best_B, second_B, place_B,
+    GROUPS: tl.constexpr, FAST_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Best rough score of a part above ``base``, and a sum over the groups within MARGIN of it: PART / 4 + their place.
+    """Rough scores of a quarter's groups above ``base``, added to the best and second best of those before."""
+    x0, x1, x2, x3 = _columns_of_four((x_B4 - base).to(tl.float32) * steep, GROUPS)
+    w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_B)
+    score_B = tl.maximum(
+        tl.maximum(_rough_score(x0, w0, FAST_LOG), _rough_score(x1, w1, FAST_LOG)),
+        tl.maximum(_rough_score(x2, w2, FAST_LOG), _rough_score(x3, w3, FAST_LOG)),
+    )
+    second_B = tl.maximum(second_B, tl.minimum(best_B, score_B))
+    place_B = tl.where(score_B > best_B, quarter * GROUPS, place_B)
+    return tl.maximum(best_B, score_B), second_B, place_B
 
-    Of a single one the sum gives the place; several sum to PART / 2 or more. With CUT only kept tokens count.
+
+@triton.jit
+def _store_rough(best_ptr, close_ptr, place, best_B, second_B, place_B, PART: tl.constexpr):
+    """Best rough score of a part, and a sum over the groups within MARGIN of it: PART / 4 + their place.
+
+    Of a single one the sum gives the place; several sum to PART / 2 or more.
     """
+    best = tl.max(best_B)
+    close_B = tl.where(best_B >= best - _MARGIN, PART // 4 + place_B + tl.arange(0, PART // 16), 0)
+    close_B += tl.where(second_B >= best - _MARGIN, PART // 2, 0)
+    tl.store(best_ptr + place, best + _LOG_LOG_2)
+    tl.store(close_ptr + place, tl.sum(close_B))
+
+
+@triton.jit
+def _rough_draw(
+    logits_ptr, row, part, stride, vocab_size, part_max, inverse, seeds_ptr, positions_ptr, last_ptr, last_id_ptr,
+    best_ptr, close_ptr, place, CUT: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, FAST_LOG: tl.constexpr,
+):  # fmt: skip
+    """Draw among a part's tokens, with CUT among those up to the row's last kept one."""
+    base = tl.where(_is_finite(part_max), part_max, 0.0)
     steep = tl.minimum(inverse, _STEEPEST).to(tl.float32)
     best_B = tl.full([PART // 16], float("-inf"), tl.float32)
     second_B = best_B
@@ -399,19 +435,11 @@ def _rough_draw(
         x_B4, id_B4, group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
         if CUT:
             x_B4 = _only_kept(x_B4, id_B4, last_ptr, last_id_ptr, row)
-        x0, x1, x2, x3 = _columns_of_four((x_B4 - base).to(tl.float32) * steep, PART // 16)
-        w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, group_B)
-        score_B = tl.maximum(
-            tl.maximum(_rough_score(x0, w0, FAST_LOG), _rough_score(x1, w1, FAST_LOG)),
-            tl.maximum(_rough_score(x2, w2, FAST_LOG), _rough_score(x3, w3, FAST_LOG)),
-        )
-        second_B = tl.maximum(second_B, tl.minimum(best_B, score_B))
-        place_B = tl.where(score_B > best_B, quarter * (PART // 16), place_B)
-        best_B = tl.maximum(best_B, score_B)
-    best = tl.max(best_B)
-    close_B = tl.where(best_B >= best - _MARGIN, PART // 4 + place_B + tl.arange(0, PART // 16), 0)
-    close_B += tl.where(second_B >= best - _MARGIN, PART // 2, 0)
-    return best + _LOG_LOG_2, tl.sum(close_B)
+        best_B, second_B, place_B = _add_rough(
+            x_B4, group_B, quarter, base, steep, row, seeds_ptr, positions_ptr, best_B, second_B, place_B, PART // 16,
+            FAST_LOG,
+        )  # fmt: skip
+    _store_rough(best_ptr, close_ptr, place, best_B, second_B, place_B, PART)
 
 
 @triton.jit
@@ -452,14 +480,10 @@ def _scan_kernel(
     if temperature == 0:
         tl.store(max_id_ptr + place, tl.min(tl.min(tl.where(x_G4 == part_max, id_G4, _ALL), 1)))
     elif DRAW:
-        base = tl.where(_is_finite(part_max), part_max, 0.0)
-        inverse = _inverse(temperature_ptr, row)
-        best, close = _rough_draw(
-            logits_ptr, row, part, stride, vocab_size, base, inverse, seeds_ptr, positions_ptr, max_ptr, max_id_ptr,
-            False, PART, ALIGNED, FAST_LOG,
+        _rough_draw(
+            logits_ptr, row, part, stride, vocab_size, part_max, _inverse(temperature_ptr, row), seeds_ptr,
+            positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr, place, False, PART, ALIGNED, FAST_LOG,
         )  # fmt: skip
-        tl.store(best_ptr + place, best)
-        tl.store(close_ptr + place, close)
 
 
 @triton.jit
@@ -478,14 +502,10 @@ def _draw_kernel(
             tl.store(best_ptr + place, float("-inf"))
             tl.store(close_ptr + place, 0)
         else:
-            base = tl.where(_is_finite(part_max), part_max, 0.0)
-            inverse = _inverse(temperature_ptr, row)
-            best, close = _rough_draw(
-                logits_ptr, row, part, stride, vocab_size, base, inverse, seeds_ptr, positions_ptr, last_ptr,
-                last_id_ptr, True, PART, ALIGNED, FAST_LOG,
+            _rough_draw(
+                logits_ptr, row, part, stride, vocab_size, part_max, _inverse(temperature_ptr, row), seeds_ptr,
+                positions_ptr, last_ptr, last_id_ptr, best_ptr, close_ptr, place, True, PART, ALIGNED, FAST_LOG,
             )  # fmt: skip
-            tl.store(best_ptr + place, best)
-            tl.store(close_ptr + place, close)
 
 
 @triton.jit
@@ -496,10 +516,14 @@ def _mass_kernel(
     """Sum of masses of a part, given the row's highest logit."""
     part = tl.program_id(0)
     row = tl.program_id(1)
-    x_G4, _, _ = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     inverse = 1.0 / tl.load(divisor_ptr + row)
-    mass = tl.sum(tl.sum(_masses(x_G4, tl.load(max_ptr + row), inverse, BITS, SHORT), 1))
-    tl.store(mass_ptr + row * tl.num_programs(0) + part, mass)
+    row_max = tl.load(max_ptr + row)
+    mass_B = tl.zeros([PART // 16], tl.int64)
+    # A quarter at a time: with all masses in registers few programs would fit beside each other.
+    for quarter in range(4):
+        x_B4, _id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        mass_B += tl.sum(_masses(x_B4, row_max, inverse, BITS, SHORT), 1)
+    tl.store(mass_ptr + row * tl.num_programs(0) + part, tl.sum(mass_B))
 
 
 @triton.jit
@@ -586,19 +610,63 @@ def _bracket_kernel(
     low = top.to(tl.float32) - tl.minimum(_bins_holding(count_B, low_rank), _BINS - 1.0) / unit
     high = top.to(tl.float32) - _bins_holding(count_B, tl.maximum(high_rank, 0.0)) / unit
     element = bounds_ptr.dtype.element_ty
-    tl.store(bounds_ptr + row * 2, low.to(element))
+    # -inf is never inside: it stands for what lies beyond the vocabulary.
+    tl.store(bounds_ptr + row * 2, tl.maximum(low, _LEAST_LOGIT).to(element))
     tl.store(bounds_ptr + row * 2 + 1, tl.where(high_rank > 0, high, float("inf")).to(element))
 
 
 @triton.jit
-def _weigh_kernel(
-    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr, stride,
-    vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
-    SHORT: tl.constexpr, MIN_P: tl.constexpr, SEARCHES: tl.constexpr,
+def _listed(x_B4, quarter, low, high):
+    """For each group of a quarter, a bit for each of its tokens inside the bracket: bits 4 ``quarter`` and up."""
+    bit_14 = 1 << (quarter * 4 + tl.arange(0, 4)[None])
+    return tl.sum(tl.where((x_B4 >= low) & (x_B4 < high), bit_14, 0), 1)
+
+
+@triton.jit
+def _append(
+    bits_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps."""
+    """Append a part's tokens, given by their bits, to the row's list in no certain order, and count them all."""
+    # How many of 16 bits are set.
+    count_B = bits_B - ((bits_B >> 1) & 0x5555)
+    count_B = (count_B & 0x3333) + ((count_B >> 2) & 0x3333)
+    count_B = (count_B + (count_B >> 4)) & 0x0F0F
+    count_B = (count_B + (count_B >> 8)) & 0x1F
+    count = tl.sum(count_B)
+    if count > 0:
+        slot_B = tl.atomic_add(listed_ptr + row, count) + tl.cumsum(count_B, 0) - count_B
+        first_of_row = row.to(tl.int64) * CANDIDATES
+        id_B = part * PART + tl.arange(0, PART // 16) * 4
+        # One token of each group at a time: few have more than two.
+        for _ in range(tl.max(count_B)):
+            lowest_B = bits_B & -bits_B
+            place_B = (lowest_B.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            exists_B = (bits_B != 0) & (slot_B < CANDIDATES)
+            token_B = id_B + (place_B >> 2) * (PART // 4) + (place_B & 3)
+            x_B = tl.load(logits_ptr + row.to(tl.int64) * stride + token_B, exists_B, 0.0)
+            tl.store(list_logit_ptr + first_of_row + slot_B, x_B, exists_B)
+            tl.store(list_id_ptr + first_of_row + slot_B, token_B, exists_B)
+            bits_B = bits_B ^ lowest_B
+            slot_B += 1
+
+
+@triton.jit
+def _weigh_kernel(
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr,
+    masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, best_ptr, close_ptr, stride, vocab_size, num_parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
+    MIN_P: tl.constexpr, SEARCHES: tl.constexpr, LISTS: tl.constexpr, DRAWS: tl.constexpr, CANDIDATES: tl.constexpr,
+    FAST_LOG: tl.constexpr,
+):  # fmt: skip
+    """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps.
+
+    With LISTS it lists the part's tokens inside the bracket too, as ``_list_kernel`` else does. With DRAWS it draws
+    among those above, all of which will be kept if the bracket is right.
+    """
     part = tl.program_id(0)
-    row = tl.program_id(1)
+    # What was read last is still near.
+    row = tl.num_programs(1) - 1 - tl.program_id(1)
     place = row * PARTS + part
     row_max = _row_max(max_ptr, row, num_parts, PARTS)
     inverse = _inverse(temperature_ptr, row)
@@ -606,18 +674,38 @@ def _weigh_kernel(
     mass_B = zero_B
     above_mass_B = zero_B
     above_count_B = zero_B.to(tl.int32)
+    listed_B = zero_B.to(tl.int32)
     likely_mass_B = zero_B
     likely_count_B = zero_B.to(tl.int32)
     least_B = zero_B.to(logits_ptr.dtype.element_ty) + float("inf")
+    best_B = tl.full([PART // 16], float("-inf"), tl.float32)
+    second_B = best_B
+    place_B = tl.zeros([PART // 16], tl.int32)
+    if DRAWS:
+        part_max = tl.load(max_ptr + place)
+        base = tl.where(_is_finite(part_max), part_max, 0.0)
+        steep = tl.minimum(inverse, _STEEPEST).to(tl.float32)
+    low = tl.full([], float("inf"), logits_ptr.dtype.element_ty)
+    high = low
+    if SEARCHES:
+        low = tl.load(bounds_ptr + row * 2)
+        high = tl.load(bounds_ptr + row * 2 + 1)
     # A quarter at a time: with all masses in registers few programs would fit beside each other.
     for quarter in range(4):
-        x_B4, id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        x_B4, id_B4, group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
         mass_B4 = _masses(x_B4, row_max, inverse, BITS, SHORT)
         mass_B += tl.sum(mass_B4, 1)
-        if SEARCHES:
-            above_B4 = x_B4 >= tl.load(bounds_ptr + row * 2 + 1)
+        if high < float("inf"):
+            above_B4 = x_B4 >= high
             above_count_B += tl.sum(above_B4.to(tl.int32), 1)
             above_mass_B += tl.sum(tl.where(above_B4, mass_B4, 0), 1)
+            if DRAWS:
+                best_B, second_B, place_B = _add_rough(
+                    tl.where(above_B4, x_B4, float("-inf")), group_B, quarter, base, steep, row, seeds_ptr,
+                    positions_ptr, best_B, second_B, place_B, PART // 16, FAST_LOG,
+                )  # fmt: skip
+        if LISTS:
+            listed_B += _listed(x_B4, quarter, low, high)
         if MIN_P:
             likely_B4 = (mass_B4 >= _least_mass(min_p_ptr, row, BITS)) & (id_B4 < vocab_size)
             likely_count_B += tl.sum(likely_B4.to(tl.int32), 1)
@@ -629,10 +717,16 @@ def _weigh_kernel(
     if SEARCHES:
         tl.store(counts_ptr + place, tl.sum(above_count_B))
         tl.store(masses_ptr + place, tl.sum(above_mass_B))
+    if DRAWS:
+        _store_rough(best_ptr, close_ptr, place, best_B, second_B, place_B, PART)
     if MIN_P:
         tl.store(counts_ptr + rows_apart + place, tl.sum(likely_count_B))
         tl.store(masses_ptr + rows_apart + place, tl.sum(likely_mass_B))
         tl.store(least_ptr + place, tl.min(least_B))
+    if LISTS:
+        _append(
+            listed_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART, CANDIDATES
+        )  # fmt: skip
 
 
 @triton.jit
@@ -640,29 +734,16 @@ def _list_kernel(
     logits_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, PARTS: tl.constexpr,
     PART: tl.constexpr, ALIGNED: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Append a part's tokens inside the bracket to the row's list, in no certain order, and count them all."""
+    """List a part's tokens inside the bracket."""
     part = tl.program_id(0)
     row = tl.program_id(1)
     low = tl.load(bounds_ptr + row * 2)
     high = tl.load(bounds_ptr + row * 2 + 1)
-    x_G4, id_G4, _group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
-    listed_G4 = (x_G4 >= low) & (x_G4 < high) & (id_G4 < vocab_size)
-    count = tl.sum(tl.sum(listed_G4.to(tl.int32), 1))
-    if count > 0:
-        slot = tl.atomic_add(listed_ptr + row, count)
-        first_of_row = row.to(tl.int64) * CANDIDATES
-        # Read anew, a quarter at a time: with all places in registers few programs would fit beside each other.
-        for quarter in range(4):
-            x_B4, id_B4, _group_B = _load_part(
-                logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED
-            )
-            listed_B4 = ((x_B4 >= low) & (x_B4 < high) & (id_B4 < vocab_size)).to(tl.int32)
-            listed_B = tl.sum(listed_B4, 1)
-            slot_B4 = (slot + tl.cumsum(listed_B, 0) - listed_B)[:, None] + tl.cumsum(listed_B4, 1) - listed_B4
-            stored_B4 = (listed_B4 > 0) & (slot_B4 < CANDIDATES)
-            tl.store(list_logit_ptr + first_of_row + slot_B4, x_B4, stored_B4)
-            tl.store(list_id_ptr + first_of_row + slot_B4, id_B4, stored_B4)
-            slot += tl.sum(listed_B)
+    listed_B = tl.zeros([PART // 16], tl.int32)
+    for quarter in range(4):
+        x_B4, _id_B4, _group_B = _load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        listed_B += _listed(x_B4, quarter, low, high)
+    _append(listed_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART, CANDIDATES)
 
 
 @triton.jit
@@ -850,14 +931,16 @@ def _search_row(
 @triton.jit
 def _cut_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr,
-    counts_ptr, masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr, last_ptr,
-    last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr,
+    counts_ptr, masses_ptr, least_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr,
+    score_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr,
     SHORT: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
     """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; or IS_LAST, from the row.
 
-    Where the list has all kept tokens that weigh anything, the row is drawn here; others are marked by -1.
+    Where the list has all kept tokens that weigh anything, the row is drawn here, which a score of +inf tells. With
+    DRAWS that holds for the list's share of a row too, if all tokens above the bracket are kept. Others are marked by
+    -1.
     """
     row = tl.program_id(0)
     listed = tl.load(listed_ptr + row)
@@ -877,6 +960,7 @@ def _cut_kernel(
         kept = total
         is_cut = kept == kept
         drawn = tl.full([], -1, tl.int32)
+        drawn_score = tl.full([], float("inf"), tl.float64)
         if _is_finite(row_max):
             limit = vocab_size.to(tl.int64)
             if MIN_P:
@@ -938,15 +1022,23 @@ def _cut_kernel(
                             )
                         else:
                             is_cut = kept != kept
-                if is_listed & is_cut & (above_count == 0) & (tl.load(temperature_ptr + row) > 0):
+                is_whole = above_count == 0
+                if DRAWS:
+                    is_listed = is_listed & (is_whole | (last < tl.load(bounds_ptr + row * 2 + 1)))
+                else:
+                    is_listed = is_listed & is_whole
+                if is_listed & is_cut & (tl.load(temperature_ptr + row) > 0):
                     id_N = tl.load(id_N_ptr, exists_N, 0)
                     w0, w1, w2, w3 = _words(seeds_ptr, positions_ptr, row, id_N // 4)
                     word_N = tl.where(id_N % 2 == 0, tl.where(id_N % 4 == 0, w0, w2), tl.where(id_N % 4 == 1, w1, w3))
                     score_N = _exact_noise(word_N) + (x_N.to(tl.float64) - row_max.to(tl.float64)) * inverse
                     kept_N = exists_N & ((x_N > last) | ((x_N == last) & (id_N <= last_id)))
                     score_N = tl.where(kept_N, score_N, float("-inf"))
-                    drawn = tl.min(tl.where(score_N == tl.max(score_N), id_N, _ALL))
+                    best_score = tl.max(score_N)
+                    drawn = tl.min(tl.where(kept_N & (score_N == best_score), id_N, _ALL))
+                    drawn_score = tl.where(is_whole, drawn_score, best_score)
         tl.store(drawn_ptr + row, drawn)
+        tl.store(score_ptr + row, drawn_score)
         tl.store(is_cut_ptr + row, is_cut)
         tl.store(last_ptr + row, last)
         tl.store(last_id_ptr + row, last_id)
@@ -955,9 +1047,9 @@ def _cut_kernel(
 
 @triton.jit
 def _finish_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, last_ptr,
-    last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, stride, vocab_size,
-    num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, score_ptr,
+    last_ptr, last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, stride,
+    vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
     TRUNCATES: tl.constexpr,
 ):  # fmt: skip
     """Token of a row and its log-probabilities."""
@@ -971,15 +1063,18 @@ def _finish_kernel(
     max_P = tl.load(max_ptr + place_P, exists_P, float("-inf"))
     total = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
     token = tl.zeros([], tl.int32)
+    best_score = tl.full([], float("-inf"), tl.float64)
     drawn = tl.full([], -1, tl.int32)
     if TRUNCATES:
         drawn = tl.load(drawn_ptr + row)
     if is_finite:
-        if drawn >= 0:
-            token = drawn
-        elif tl.load(temperature_ptr + row) == 0:
+        if tl.load(temperature_ptr + row) == 0:
             token = tl.min(tl.where(max_P == row_max, tl.load(max_id_ptr + place_P, exists_P, _ALL), _ALL))
-        else:
+            best_score = tl.full([], float("inf"), tl.float64)
+        elif drawn >= 0:
+            token = drawn
+            best_score = tl.load(score_ptr + row)
+        if best_score < float("inf"):
             # Scores of parts are above their own highest logit; a part without a finite one has none.
             steep = tl.minimum(inverse, _STEEPEST).to(tl.float32)
             shift_P = ((tl.where(_is_finite(max_P), max_P, row_max) - row_max).to(tl.float32)) * steep
@@ -994,12 +1089,14 @@ def _finish_kernel(
                 x_14 = tl.load(logits_ptr + row.to(tl.int64) * stride + id_14, id_14 < vocab_size, float("-inf"))
                 if TRUNCATES:
                     x_14 = _only_kept(x_14, id_14, last_ptr, last_id_ptr, row)
-                score, token = _best_of_groups(x_14, group_1, row_max, row, inverse, seeds_ptr, positions_ptr, 1)
+                score, found = _best_of_groups(x_14, group_1, row_max, row, inverse, seeds_ptr, positions_ptr, 1)
                 # Rough noise may be too high; then another token may have won.
                 is_told = score >= best - _MARGIN / 4
+                wins = (score > best_score) | ((score == best_score) & (found < token))
+                token = tl.where(wins, found, token)
+                best_score = tl.maximum(score, best_score)
             if not is_told:
                 best_part = tl.min(tl.where(best_P == best, part_P, _ALL))
-                best_score = tl.full([], float("-inf"), tl.float64)
                 # The part that looks best comes first, so that few of the others can still hold the winner.
                 for step in range(num_parts + 1):
                     part = tl.where(step == 0, best_part, step - 1)

@@ -202,7 +202,7 @@ def test_masses_are_the_rounded_weights(vocab_size: int) -> None:
     for row, divisor in enumerate((0.6, 1.0, 1.0, 1.7)):
         values = logits[row].numpy().astype(np.float64)
         exact = np.exp((values - values.max()) / divisor) * 2.0 ** mass_bits(vocab_size)
-        # Half a unit of rounding, and two units in the last place of numpy's exponential, or the error of the short one.
+        # Half a unit of rounding, and two units in the last place of numpy's exponential, or the short one's error.
         error = 8e-10 if is_short(mass_bits(vocab_size)) else 2.0**-51
         assert (np.abs(result[row] - exact) <= 0.5 + exact * error).all()
         assert result[row].max() == 2 ** mass_bits(vocab_size)

@@ -140,6 +140,48 @@ def test_equal_tokens_are_kept_by_lowest_id(small_parts: None, num_equal: int, n
     assert_equal(ours, sample_by_torch(logits.to(DEVICE), columns))
 
 
+class Recorded:
+    """A kernel that keeps the arguments of its last launch, by the names of its parameters."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self.arguments = dict(zip(self.kernel.arg_names, arguments, strict=False))
+            self.kernel[grid](*arguments, **options)
+
+        return launch
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="its sizes are for the interpreter")
+@pytest.mark.parametrize("with_masses", [False, True])
+def test_wide_rows_are_drawn_above_the_bracket_and_in_the_list(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch, with_masses: bool
+) -> None:
+    """A nucleus of a thousand tokens: most are drawn among while masses are summed, the last few with the list."""
+    finish = Recorded(sampling_triton._finish_kernel)
+    monkeypatch.setattr(sampling_triton, "_finish_kernel", finish)
+    for name in ("LISTS_WITH_MASSES", "DRAWS_WITH_MASSES"):
+        monkeypatch.setattr(sampling_triton, name, with_masses)
+    generator = np.random.default_rng(12)
+    logits = logits_of(generator, 16, 1500, 0.3).to(DEVICE)
+    columns = columns_of(generator, 16, 1500, "p")
+    columns.temperature_R.fill_(1.0)
+    assert columns.top_p_R is not None
+    columns.top_p_R.fill_(0.25)
+    ours = sample_on_card(logits, columns)
+    assert_equal(ours, sample_by_torch(logits, columns))
+    is_split_R = (finish.arguments["drawn_ptr"] >= 0) & finish.arguments["score_ptr"].isfinite()
+    if not with_masses:
+        assert not is_split_R.any()
+        return
+    from_list_R = (finish.arguments["drawn_ptr"] == ours.tokens_R) & is_split_R
+    assert is_split_R.sum() > 12, "the bracket was wrong"
+    assert 0 < from_list_R.sum() < is_split_R.sum(), "one half always won"
+
+
 @triton.jit
 def _noise_kernel(words_ptr, rough_ptr, exact_ptr, SIZE: tl.constexpr, FAST_LOG: tl.constexpr):
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
