@@ -68,11 +68,16 @@ def build(model: str, spec: ModelSpec | None, **fields: Any) -> Engine:
     release_memory()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    return Engine.from_pretrained(model, spec=spec, **{"weights": "dummy", **fields})
+    engine = Engine.from_pretrained(model, spec=spec, **{"weights": "dummy", **fields})
+    # As a run does: what lives as long as the engine is none of the collector's business.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def release_memory() -> None:
     """Give back what engines that nobody holds any more had on the card."""
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
