@@ -60,8 +60,11 @@ class CardMemory:
         return max(0, self.outside - MOST_CONTEXT_BYTES)
 
     def context(self, later: CardMemory) -> int:
-        """What this process's context and libraries take ``later``, once all of them have been used."""
-        return later.outside - self._foreign
+        """What this process's context and libraries take ``later``, once all of them have been used.
+
+        Not negative, though others may have given back something meanwhile.
+        """
+        return max(0, later.outside - self._foreign)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
