@@ -51,6 +51,12 @@ MODES = {
         temperature=0.6, top_p=0.95, top_k=200, min_p=0.01, presence_penalty=0.3, logit_bias={3: 2.0, 77: -1.5}
     ),
 }
+# What companions may ask for: steps in which nobody asks for more are drawn in CUDA graphs.
+COMPANIES = {
+    "temperatures": ("greedy", "plain"),
+    "limits": ("greedy", "plain", "top_p", "top_k", "min_p"),
+    "all": tuple(MODES),
+}
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 200, 255, 256, 257, 300, 513, 700)
 MAX_SEQ_LEN = 1024
 # Each model's engines, as fields of ``EngineConfig``, first what a card has by default. Every second pool is tight.
@@ -296,6 +302,9 @@ def draw_arrivals(
     assert limits.vocab_size is not None
     is_crowded = is_tight and tally.configs % 2 == 0
     have_aborts, have_prefix = rng.random() < 0.4, rng.random() < 0.3
+    least = next(name for name, modes in COMPANIES.items() if victim.mode in modes)
+    company = least if rng.random() < 0.7 else "all"
+    tally.met[f"companies of {company}"] += 1
     num_free = limits.num_blocks - num_blocks_for(len(victim.prompt) + 1, limits.block_size)
     most = limits.num_blocks if is_crowded else 63 if is_tight else max(scale.companions)
     count = most if is_crowded else rng.choice([number for number in scale.companions if number <= most])
@@ -308,7 +317,7 @@ def draw_arrivals(
         if is_crowded and num_free < 0:
             break
         num_tokens = 2 * scale.num_tokens if is_crowded else rng.randint(1, scale.num_tokens)
-        params = MODES[rng.choice(list(MODES))]
+        params = MODES[rng.choice(COMPANIES[company])]
         params = replace(params, max_tokens=num_tokens, seed=index, ignore_eos=True)
         at_step = rng.randint(0, 1 if is_crowded else 8)
         aborted_at = at_step + rng.randint(1, 8) if have_aborts and rng.random() < 0.3 else None
@@ -442,7 +451,8 @@ def pressures(small: bool) -> list[str]:
     counted = ["preemptions", "preemptions of victims", "shared tokens of victims", "aborted companions"]
     kinds = sorted({f"{key} {engine[key]}" for engine in ENGINES for key in ("block_size", "depth")})
     modes = [] if small else [f"victims, {mode}" for mode in MODES]
-    return [*counted, "scored tokens", "full logits", *kinds, *modes]
+    companies = [f"companies of {company}" for company in COMPANIES]
+    return [*counted, "scored tokens", "full logits", *kinds, *modes, *companies]
 
 
 # How far `fast` is

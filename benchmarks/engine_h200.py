@@ -47,6 +47,7 @@ HEADS = (
 )
 LINES = ("nano", "nano_logprobs", "nano_top_p", "prover")
 NUM_WHOLE = 8
+MOST_WARM = 32
 POINTS = ((256, 1024), (64, 1024), (8, 1024), (1, 1024), (64, 4096))
 NUM_STEPS = 100
 PREFILL = (64, 1024)
@@ -70,10 +71,25 @@ def shortened(line: Line) -> Line:
     return replace(line, jobs=jobs)
 
 
+def in_short(line: Line) -> Line:
+    """All requests of a line with few tokens, but for the first prompts, which end one after the other.
+
+    Batches then pass through all sizes that the whole line's have, so that what an engine makes for each is there.
+    """
+    jobs = [
+        {
+            **job,
+            "prompt_token_ids": job["prompt_token_ids"][: None if index < NUM_WHOLE else 16],
+            "output_len": 1 + index * MOST_WARM // len(line.jobs),
+        }
+        for index, job in enumerate(line.jobs)
+    ]
+    return replace(line, jobs=jobs)
+
+
 def run_line(engine: Engine, watch: StepWatch, line: Line) -> dict[str, float]:
     """All requests of a line from their queueing to the last token."""
-    cut = [{**job, "prompt_token_ids": job["prompt_token_ids"][:16]} for job in line.jobs[NUM_WHOLE:]]
-    add_jobs(engine, replace(line, jobs=line.jobs[:NUM_WHOLE] + cut), "warm-", 4)
+    add_jobs(engine, in_short(line))
     drain(engine)
     engine.scheduler.pool.forget()
     watch.clear()
