@@ -51,13 +51,30 @@ MODES = {
         temperature=0.6, top_p=0.95, top_k=200, min_p=0.01, presence_penalty=0.3, logit_bias={3: 2.0, 77: -1.5}
     ),
 }
+# What companions may ask for: steps in which nobody asks for more are drawn in CUDA graphs.
+COMPANIES = {
+    "temperatures": ("greedy", "plain"),
+    "limits": ("greedy", "plain", "top_p", "top_k", "min_p"),
+    "all": tuple(MODES),
+}
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 200, 255, 256, 257, 300, 513, 700)
 MAX_SEQ_LEN = 1024
-NUM_ENGINES = 8
-BLOCK_SIZES = (8, 16, 32, 64)
-DEPTHS = (1, 2, 3)
-BUDGETS = ((2048, 512), (48, 7), (8192, 8192), (160, 64), (600, 300), (300, 16))  # tokens of a step and of a chunk
-NUM_SLOTS = (256, 64, 256, 7)
+# Each model's engines, as fields of ``EngineConfig``, first what a card has by default. Every second pool is tight.
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"block_size": 16, "depth": 2, "max_step_tokens": 8192, "chunk_size": 8192, "max_num_seqs": 256},
+    {"block_size": 8, "depth": 1, "max_step_tokens": 48, "chunk_size": 7, "max_num_seqs": 256},
+    {"block_size": 32, "depth": 3, "max_step_tokens": 2048, "chunk_size": 512, "max_num_seqs": 64},
+    {"block_size": 64, "depth": 2, "max_step_tokens": 160, "chunk_size": 64, "max_num_seqs": 64},
+    {
+        "block_size": 16,
+        "depth": 1,
+        "max_step_tokens": 600,
+        "chunk_size": 300,
+        "max_num_seqs": 256,
+        "prefix_reuse": False,
+    },
+    {"block_size": 8, "depth": 3, "max_step_tokens": 300, "chunk_size": 16, "max_num_seqs": 7},
+)
 COMPANIONS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 100, 127, 128, 200, 255)
 
 
@@ -285,6 +302,9 @@ def draw_arrivals(
     assert limits.vocab_size is not None
     is_crowded = is_tight and tally.configs % 2 == 0
     have_aborts, have_prefix = rng.random() < 0.4, rng.random() < 0.3
+    least = next(name for name, modes in COMPANIES.items() if victim.mode in modes)
+    company = least if rng.random() < 0.7 else "all"
+    tally.met[f"companies of {company}"] += 1
     num_free = limits.num_blocks - num_blocks_for(len(victim.prompt) + 1, limits.block_size)
     most = limits.num_blocks if is_crowded else 63 if is_tight else max(scale.companions)
     count = most if is_crowded else rng.choice([number for number in scale.companions if number <= most])
@@ -297,7 +317,7 @@ def draw_arrivals(
         if is_crowded and num_free < 0:
             break
         num_tokens = 2 * scale.num_tokens if is_crowded else rng.randint(1, scale.num_tokens)
-        params = MODES[rng.choice(list(MODES))]
+        params = MODES[rng.choice(COMPANIES[company])]
         params = replace(params, max_tokens=num_tokens, seed=index, ignore_eos=True)
         at_step = rng.randint(0, 1 if is_crowded else 8)
         aborted_at = at_step + rng.randint(1, 8) if have_aborts and rng.random() < 0.3 else None
@@ -369,21 +389,13 @@ def fuzz_engine(
 ) -> None:
     """Configurations in the ``index``-th engine: ``limits`` are their number and the moment to stop at."""
     scale = SMALL if options.small else Scale()
-    block_size, depth = BLOCK_SIZES[index % 4], DEPTHS[index % 3]
-    max_step_tokens, chunk_size = BUDGETS[index % len(BUDGETS)]
-    max_num_seqs = NUM_SLOTS[index // 2 % 4]
     longest = max(len(victim.prompt) for victim in victims) + 2 * scale.num_tokens + 40
     is_tight = index % 2 == 1
     num_tokens = longest * 5 // 4 if is_tight else longest + 256 * 128
     fields = {
+        **ENGINES[index],
+        "num_blocks": num_blocks_for(num_tokens, ENGINES[index]["block_size"]),
         "numerics": "fast" if options.plant == "fast" else "invariant",
-        "block_size": block_size,
-        "num_blocks": -(-num_tokens // block_size),
-        "depth": depth,
-        "max_step_tokens": max_step_tokens,
-        "chunk_size": chunk_size,
-        "max_num_seqs": max_num_seqs,
-        "prefix_reuse": index % 8 != 4,
     }
     start_s = time.perf_counter()
     engine = build_random(spec, options.device, **fields)
@@ -400,8 +412,8 @@ def fuzz_engine(
         arrivals = draw_arrivals(victim, tally, engine.scheduler.config, is_tight, scale, rng)
         run_config(engine, watch, victim, arrivals, tally, name)
     engine.close()
-    for key, value in (("block_size", block_size), ("depth", depth)):
-        tally.met[f"{key} {value}"] += tally.configs - first
+    for key in ("block_size", "depth"):
+        tally.met[f"{key} {fields[key]}"] += tally.configs - first
     print(
         f"  {tally.configs - first} in {time.perf_counter() - start_s:.1f} s, {built_s:.1f} of them to build: {name}; "
         f"{tally.differing} differ so far",
@@ -413,7 +425,7 @@ def fuzz(options: argparse.Namespace) -> Tally:
     """All models in all engines."""
     tally = Tally()
     specs = model_specs(options.small)
-    num_engines = 4 if options.small else NUM_ENGINES
+    num_engines = 4 if options.small else len(ENGINES)
     start_s, share_s = time.perf_counter(), options.seconds / len(specs)
     for number, (name, spec) in enumerate(specs.items()):
         rng = random.Random(number)
@@ -437,9 +449,10 @@ def fuzz(options: argparse.Namespace) -> Tally:
 def pressures(small: bool) -> list[str]:
     """What must have been met."""
     counted = ["preemptions", "preemptions of victims", "shared tokens of victims", "aborted companions"]
-    kinds = [f"block_size {size}" for size in BLOCK_SIZES] + [f"depth {depth}" for depth in DEPTHS]
+    kinds = sorted({f"{key} {engine[key]}" for engine in ENGINES for key in ("block_size", "depth")})
     modes = [] if small else [f"victims, {mode}" for mode in MODES]
-    return [*counted, "scored tokens", "full logits", *kinds, *modes]
+    companies = [f"companies of {company}" for company in COMPANIES]
+    return [*counted, "scored tokens", "full logits", *kinds, *modes, *companies]
 
 
 # How far `fast` is

@@ -5,10 +5,11 @@
     python benchmarks/engine_h200.py --device cpu --model tiny --small --steps
 
 A line runs what `python -m paged run experiment=h200_LINE` runs, with random weights and without result files; all
-lines of one kind of numerics share an engine, whose cache of prefixes is emptied in between, and each is preceded by a
-few short requests that compile what it samples with. Tokens/s are output tokens over all seconds but start-up, prefill
-included. "host" is time of a step outside of waiting for its result, "device" its length on the executor's clock. Last
-in a row stands what vLLM 0.25.1 reached on the same kind of card. With `--small` a few short requests check the script.
+lines of one kind of numerics share an engine, whose cache of prefixes is emptied in between, and each is preceded by
+its own requests in short, which compile what it needs. Tokens/s are output tokens over all seconds but start-up,
+prefill included. "host" is time of a step outside of the executor's `collect`, which waits; "device" its length on the
+executor's clock. Last in a row stands what vLLM 0.25.1 reached on the same kind of card. With `--small` a few short
+requests check the script.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ HEADS = (
     *("host us", "device us", "vLLM"),
 )
 LINES = ("nano", "nano_logprobs", "nano_top_p", "prover")
-NUM_WARM = 32
+NUM_WHOLE = 8
+MOST_WARM = 32
 POINTS = ((256, 1024), (64, 1024), (8, 1024), (1, 1024), (64, 4096))
 NUM_STEPS = 100
 PREFILL = (64, 1024)
@@ -69,9 +71,25 @@ def shortened(line: Line) -> Line:
     return replace(line, jobs=jobs)
 
 
+def in_short(line: Line) -> Line:
+    """All requests of a line with few tokens, but for the first prompts, which end one after the other.
+
+    Batches then pass through all sizes that the whole line's have, so that what an engine makes for each is there.
+    """
+    jobs = [
+        {
+            **job,
+            "prompt_token_ids": job["prompt_token_ids"][: None if index < NUM_WHOLE else 16],
+            "output_len": 1 + index * MOST_WARM // len(line.jobs),
+        }
+        for index, job in enumerate(line.jobs)
+    ]
+    return replace(line, jobs=jobs)
+
+
 def run_line(engine: Engine, watch: StepWatch, line: Line) -> dict[str, float]:
     """All requests of a line from their queueing to the last token."""
-    add_jobs(engine, replace(line, jobs=line.jobs[:NUM_WARM]), "warm-", 4)
+    add_jobs(engine, in_short(line))
     drain(engine)
     engine.scheduler.pool.forget()
     watch.clear()

@@ -153,12 +153,11 @@ def drain(engine: Engine) -> int:
     return num_tokens
 
 
-def add_jobs(engine: Engine, line: Line, prefix: str = "", output_len: int | None = None) -> None:
-    """Queue a line's requests; ``output_len`` cuts them all to so many tokens, ``prefix`` begins their ids."""
+def add_jobs(engine: Engine, line: Line) -> None:
+    """Queue a line's requests."""
     for job in line.jobs:
-        length = min(job["output_len"], output_len or job["output_len"])
         params = replace(line.sampling, max_tokens=job["max_tokens"], seed=job["seed"])
-        engine.add_request(job["prompt_token_ids"], params, f"{prefix}{job['id']}", output_len=length)
+        engine.add_request(job["prompt_token_ids"], params, job["id"], output_len=job["output_len"])
 
 
 def random_prompts(name: str, count: int, length: int, vocab_size: int) -> Iterator[list[int]]:
