@@ -23,7 +23,7 @@ logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Final
 
@@ -393,16 +393,7 @@ def sample_on_card(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
     # Imported here because a CPU needs no Triton.
     from paged.kernels.sampling_triton import sample_triton
 
-    bits = mass_bits(logits_RV.shape[1])
-    processed_RV = processed_logits(logits_RV, columns)
-    keys = (columns.temperature_R, columns.seeds_R, columns.positions_R)
-    limits = (columns.top_k_R, columns.top_p_R, columns.min_p_R)
-    sampled = SampledRows(*sample_triton(processed_RV, *keys, *limits, bits=bits, dtype=logits_RV.dtype))
-    if processed_RV is logits_RV:
-        return sampled
-    # In rows that nothing adjusts these are the numbers that are there already.
-    logprobs_R = token_logprobs(logits_RV, columns.temperature_R, sampled.tokens_R)
-    return replace(sampled, logprobs_R=_finish(logprobs_R, sampled.nan_R, logits_RV.dtype))
+    return SampledRows(*sample_triton(logits_RV, columns, mass_bits(logits_RV.shape[1])))
 
 
 @dataclass(frozen=True, slots=True)

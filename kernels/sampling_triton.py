@@ -22,6 +22,7 @@ or bins of the bracket, C clusters of tokens, N candidates.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -38,6 +39,7 @@ from paged.kernels.exponential import (
     is_short,
 )
 from paged.kernels.philox import KEY_STEPS, MIN_ONE_MINUS_U, MULTIPLIERS, NUM_ROUNDS
+from paged.kernels.sampling import SamplingColumns
 
 PART: Final = 8192
 CLUSTER: Final = 32
@@ -111,31 +113,120 @@ def _check(logits_RV: Tensor, *columns: Tensor | None) -> None:
     assert all(column is None or column.is_contiguous() for column in columns)
 
 
-def sample_triton(
-    logits_RV: Tensor,
-    temperature_R: Tensor,
-    seeds_R: Tensor,
-    positions_R: Tensor,
-    top_k_R: Tensor | None,
-    top_p_R: Tensor | None,
-    min_p_R: Tensor | None,
-    *,
-    bits: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw one token a row from logits that penalties and bias have already changed.
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    """Rows before penalties and bias, and what was found out about them."""
+
+    logits_RV: Tensor
+    max_RP: Tensor
+    mass_RP: Tensor
+
+
+def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw one token a row.
+
+    All rows are drawn from the logits as they are. Those with penalties or bias are then drawn anew, apart, from a copy
+    in fp64; how many there are only the device knows, so that there is room for as many as there can be.
 
     Args:
         logits_RV: float32 or float64, elements of a row adjoin.
-        temperature_R, seeds_R, positions_R, top_k_R, top_p_R, min_p_R: as ``SamplingColumns`` has them.
+        columns: as ``sample`` has them.
         bits: binary digits of a mass.
-        dtype: of the log-probabilities.
 
     Returns:
-        Tokens int64, log-probabilities before and after truncation, and whether a row has no distribution; each [R].
+        Tokens int64, log-probabilities before and after processing in the type of the logits, and whether a row has no
+        distribution; each [R].
+    """
+    num_rows = logits_RV.shape[0]
+
+    def empty(dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, dtype=dtype, device=logits_RV.device)
+
+    results = empty(torch.int64), empty(logits_RV.dtype), empty(logits_RV.dtype), empty(torch.bool)
+    if num_rows == 0:
+        return results
+    raw = _sample_rows(logits_RV, columns, bits, results)
+    size = sum(len(rows) for rows in adjusting_rows(columns))
+    if size:
+        rows_A, adjusted_AV, columns_A = _adjusted(logits_RV, columns, min(size, num_rows))
+        _sample_rows(adjusted_AV, columns_A, bits, results, rows_A, raw)
+    return results
+
+
+def adjusting_rows(columns: SamplingColumns) -> list[Tensor]:
+    """Numbers of the rows that have penalties and of those that have biases, the latter once for each."""
+    rows = [] if columns.penalties is None else [columns.penalties.rows_P]
+    return rows if columns.bias is None else [*rows, columns.bias.rows_N]
+
+
+def _adjusted(logits_RV: Tensor, columns: SamplingColumns, size: int) -> tuple[Tensor, Tensor, SamplingColumns]:
+    """Rows after penalties and bias as ``processed_logits`` has them: their numbers, logits and columns.
+
+    There is room for ``size`` rows; what is left over has the number R and a temperature below 0.
+    """
+    num_rows, vocab_size = logits_RV.shape
+    device, penalties, bias = logits_RV.device, columns.penalties, columns.bias
+    is_adjusted_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    for rows in adjusting_rows(columns):
+        is_adjusted_R.index_fill_(0, rows, True)
+    number_R = is_adjusted_R.cumsum(0)
+    rows_A = torch.searchsorted(number_R, torch.arange(1, size + 1, device=device))
+    adjusted_AV = torch.empty((size, vocab_size), dtype=torch.float64, device=device)
+    entry_A, changes = rows_A, [logits_RV] * 5
+    if penalties is not None:
+        entries_P = torch.arange(len(penalties.rows_P), device=device)
+        entry_A = torch.full_like(rows_A, -1)
+        entry_A.index_copy_(0, number_R.index_select(0, penalties.rows_P) - 1, entries_P)
+        changes = [penalties.repetition_P, penalties.presence_P, penalties.frequency_P]
+        changes += [penalties.output_counts_PV.contiguous(), penalties.prompt_mask_PV.contiguous()]
+    _penalty_kernel[(triton.cdiv(vocab_size, PART), size)](
+        logits_RV, rows_A, entry_A, *changes, adjusted_AV, logits_RV.stride(0), vocab_size, num_rows,
+        PENALIZES=penalties is not None, PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    if bias is not None and len(bias.rows_N):
+        _bias_kernel[(triton.cdiv(len(bias.rows_N), 128),)](
+            adjusted_AV, number_R, bias.rows_N, bias.token_ids_N, bias.values_N, vocab_size, len(bias.rows_N),
+            BLOCK=128, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    some_A = rows_A.clamp_max(num_rows - 1)
+
+    def chosen(column_R: Tensor | None) -> Tensor | None:
+        return None if column_R is None else column_R.index_select(0, some_A)
+
+    temperature_A = columns.temperature_R.index_select(0, some_A).masked_fill_(rows_A == num_rows, -1.0)
+    columns_A = SamplingColumns(
+        temperature_R=temperature_A,
+        seeds_R=columns.seeds_R.index_select(0, some_A),
+        positions_R=columns.positions_R.index_select(0, some_A),
+        top_k_R=chosen(columns.top_k_R),
+        top_p_R=chosen(columns.top_p_R),
+        min_p_R=chosen(columns.min_p_R),
+    )
+    return rows_A, adjusted_AV, columns_A
+
+
+def _sample_rows(
+    logits_RV: Tensor,
+    columns: SamplingColumns,
+    bits: int,
+    results: tuple[Tensor, ...],
+    rows_R: Tensor | None = None,
+    raw: _Raw | None = None,
+) -> _Raw:
+    """Draw one token a row from logits that nothing changes any more, into ``results``.
+
+    Args:
+        logits_RV: float32 or float64, elements of a row adjoin.
+        columns: as ``sample`` has them; penalties and bias are not looked at.
+        bits: binary digits of a mass.
+        results: what ``sample_triton`` returns.
+        rows_R: rows of ``results`` and ``raw``, where these have others. A row with a temperature below 0 is left out.
+        raw: what log-probabilities before processing are taken from, if not from ``logits_RV``.
     """
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
+    temperature_R, seeds_R, positions_R = columns.temperature_R, columns.seeds_R, columns.positions_R
+    top_k_R, top_p_R, min_p_R = columns.top_k_R, columns.top_p_R, columns.min_p_R
     _check(logits_RV, temperature_R, seeds_R, positions_R, top_k_R, top_p_R, min_p_R)
     num_parts = triton.cdiv(vocab_size, PART)
     parts = triton.next_power_of_2(num_parts)
@@ -151,11 +242,6 @@ def sample_triton(
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    tokens_R = empty(num_rows, dtype=torch.int64)
-    raw_R, behavior_R = empty(num_rows, dtype=dtype), empty(num_rows, dtype=dtype)
-    nan_R = empty(num_rows, dtype=torch.bool)
-    if num_rows == 0:
-        return tokens_R, raw_R, behavior_R, nan_R
     max_RP, max_id_RP = empty(num_rows, parts, dtype=logits_RV.dtype), empty(num_rows, parts, dtype=torch.int32)
     best_RP, close_RP = empty(num_rows, parts, dtype=torch.float32), empty(num_rows, parts, dtype=torch.int32)
     mass_RP = empty(num_rows, parts, dtype=torch.int64)
@@ -163,6 +249,7 @@ def sample_triton(
     shape = (logits_RV.stride(0), vocab_size)
     grid = (num_parts, num_rows)
     sizes = {"PARTS": parts, "PART": PART, "ALIGNED": vocab_size % 4 == 0, "enable_fp_fusion": False}
+    sizes["SOME"] = rows_R is not None
     draws = (best_RP, close_RP)
     if truncates:
         clusters = num_parts * (PART // CLUSTER)
@@ -187,7 +274,7 @@ def sample_triton(
             _bracket_kernel[(num_rows,)](
                 logits_RV, max_RP, temperature_R, *wanted, high_RC, bounds_R2, *shape, num_parts,
                 PARTS=parts, PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
-                **asks, num_warps=16, maxnreg=64, enable_fp_fusion=False,
+                SOME=rows_R is not None, **asks, num_warps=16, maxnreg=64, enable_fp_fusion=False,
             )  # fmt: skip
         _weigh_kernel[grid](
             *rows, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit,
@@ -197,7 +284,7 @@ def sample_triton(
         )  # fmt: skip
         if searches and not LISTS_WITH_MASSES:
             _list_kernel[grid](
-                logits_RV, bounds_R2, listed_R, list_logit, list_id, *shape,
+                logits_RV, temperature_R, bounds_R2, listed_R, list_logit, list_id, *shape,
                 CANDIDATES=CANDIDATES, num_warps=8, **sizes,
             )  # fmt: skip
         # Most lists are short: a first pass that holds half of one needs so few registers that no row has to wait.
@@ -208,7 +295,8 @@ def sample_triton(
                 *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, bounds_R2, listed_R, list_logit,
                 list_id, is_cut_R, drawn_R, score_R, last_R, last_id_R, kept_R, *shape, num_parts,
                 PARTS=parts, BITS=bits, SHORT=short, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096,
-                DRAWS=draws_above, **asks, num_warps=16 if is_last else 8, maxnreg=128, enable_fp_fusion=False,
+                SOME=rows_R is not None, DRAWS=draws_above, **asks, num_warps=16 if is_last else 8, maxnreg=128,
+                enable_fp_fusion=False,
             )  # fmt: skip
         _draw_kernel[grid](
             *rows, max_RP, drawn_R, last_R, last_id_R, *draws, *shape,
@@ -225,11 +313,55 @@ def sample_triton(
             *draws, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False, LISTS=False, DRAWS=False,
             CANDIDATES=CANDIDATES, FAST_LOG=logits_RV.is_cuda, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
+    unlike = (rows_R, None, None, None) if raw is None else (rows_R, raw.logits_RV, raw.max_RP, raw.mass_RP)
     _finish_kernel[(num_rows,)](
-        *rows, max_RP, max_id_RP, mass_RP, drawn_R, score_R, last_R, last_id_R, kept_R, *draws,
-        tokens_R, raw_R, behavior_R, nan_R, *shape, num_parts, BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
+        *rows, max_RP, max_id_RP, mass_RP, drawn_R, score_R, last_R, last_id_R, kept_R, *draws, *results, *unlike,
+        *shape, logits_RV.stride(0) if raw is None else raw.logits_RV.stride(0), num_parts,
+        BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
     )  # fmt: skip
-    return tokens_R, raw_R, behavior_R, nan_R
+    return _Raw(logits_RV, max_RP, mass_RP)
+
+
+@triton.jit
+def _penalty_kernel(
+    logits_ptr, rows_ptr, entry_ptr, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr, adjusted_ptr,
+    stride, vocab_size, num_rows, PENALIZES: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A part of a row in fp64 after its penalties, if it has any."""
+    part = tl.program_id(0)
+    place = tl.program_id(1)
+    row = tl.load(rows_ptr + place)
+    if row < num_rows:
+        for quarter in range(4):
+            x_B4, id_B4, _group_B = _load_part(
+                logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED
+            )
+            x_B4 = x_B4.to(tl.float64)
+            exists_B4 = id_B4 < vocab_size
+            if PENALIZES:
+                entry = tl.load(entry_ptr + place)
+                if entry >= 0:
+                    count_B4 = tl.load(counts_ptr + entry * vocab_size + id_B4, exists_B4, 0)
+                    in_prompt_B4 = tl.load(prompt_ptr + entry * vocab_size + id_B4, exists_B4, 0) != 0
+                    repetition = tl.load(repetition_ptr + entry)
+                    repeated_B4 = tl.where(x_B4 > 0, x_B4 / repetition, x_B4 * repetition)
+                    x_B4 = tl.where((count_B4 > 0) | in_prompt_B4, repeated_B4, x_B4)
+                    x_B4 -= tl.load(frequency_ptr + entry) * count_B4.to(tl.float64)
+                    x_B4 -= tl.load(presence_ptr + entry) * (count_B4 > 0).to(tl.float64)
+            tl.store(adjusted_ptr + place.to(tl.int64) * vocab_size + id_B4, x_B4, exists_B4)
+
+
+@triton.jit
+def _bias_kernel(
+    adjusted_ptr, number_ptr, rows_ptr, ids_ptr, values_ptr, vocab_size, num_biases, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add biases to the adjusted rows, whose numbers count from 1."""
+    bias_N = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists_N = bias_N < num_biases
+    place_N = tl.load(number_ptr + tl.load(rows_ptr + bias_N, exists_N, 0), exists_N, 1) - 1
+    logit_N_ptr = adjusted_ptr + place_N * vocab_size + tl.load(ids_ptr + bias_N, exists_N, 0)
+    biased_N = tl.load(logit_N_ptr, exists_N, 0.0) + tl.load(values_ptr + bias_N, exists_N, 0.0)
+    tl.store(logit_N_ptr, biased_N, exists_N)
 
 
 @triton.jit
@@ -461,11 +593,13 @@ def _best_of_groups(x_G4, group_G, row_max, row, inverse, seeds_ptr, positions_p
 def _scan_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr, high_ptr, stride,
     vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, DRAW: tl.constexpr,
-    CLUSTERS: tl.constexpr, FAST_LOG: tl.constexpr,
+    CLUSTERS: tl.constexpr, FAST_LOG: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Highest logit of a part; and what it draws, or the highest logit of each cluster of 32 tokens."""
     part = tl.program_id(0)
     row = tl.program_id(1)
+    if SOME and tl.load(temperature_ptr + row) < 0:
+        return
     x_G4, id_G4, _group_G = _load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     place = row * PARTS + part
     high_G = _highest_of_groups(x_G4, PART // 4)
@@ -490,11 +624,13 @@ def _scan_kernel(
 def _draw_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, drawn_ptr, last_ptr, last_id_ptr, best_ptr,
     close_ptr, stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
-    FAST_LOG: tl.constexpr,
+    FAST_LOG: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """What a part draws among the tokens up to a row's last kept one."""
     part = tl.program_id(0)
     row = tl.program_id(1)
+    if SOME and tl.load(temperature_ptr + row) < 0:
+        return
     place = row * PARTS + part
     if (tl.load(temperature_ptr + row) > 0) & (tl.load(drawn_ptr + row) < 0):
         part_max = tl.load(max_ptr + place)
@@ -555,12 +691,15 @@ def _bracket_kernel(
     logits_ptr, max_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, high_ptr, bounds_ptr, stride, vocab_size,
     num_parts, PARTS: tl.constexpr, PART: tl.constexpr, CLUSTER: tl.constexpr, SAMPLED: tl.constexpr,
     TOGETHER: tl.constexpr, HALF_BRACKET: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
     """Guess the logits between which a row's last kept token lies; nothing but speed hangs on it.
 
     The highest of a cluster stand for themselves, every eighth of the others for eight.
     """
     row = tl.program_id(0)
+    if SOME and tl.load(temperature_ptr + row) < 0:
+        return
     top = _row_max(max_ptr, row, num_parts, PARTS)
     inverse = _inverse(temperature_ptr, row).to(tl.float32)
     num_clusters = num_parts * (PART // CLUSTER)
@@ -657,7 +796,7 @@ def _weigh_kernel(
     masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, best_ptr, close_ptr, stride, vocab_size, num_parts,
     PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
     MIN_P: tl.constexpr, SEARCHES: tl.constexpr, LISTS: tl.constexpr, DRAWS: tl.constexpr, CANDIDATES: tl.constexpr,
-    FAST_LOG: tl.constexpr,
+    FAST_LOG: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps.
 
@@ -667,6 +806,8 @@ def _weigh_kernel(
     part = tl.program_id(0)
     # What was read last is still near.
     row = tl.num_programs(1) - 1 - tl.program_id(1)
+    if SOME and tl.load(temperature_ptr + row) < 0:
+        return
     place = row * PARTS + part
     row_max = _row_max(max_ptr, row, num_parts, PARTS)
     inverse = _inverse(temperature_ptr, row)
@@ -731,12 +872,14 @@ def _weigh_kernel(
 
 @triton.jit
 def _list_kernel(
-    logits_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, PARTS: tl.constexpr,
-    PART: tl.constexpr, ALIGNED: tl.constexpr, CANDIDATES: tl.constexpr,
+    logits_ptr, temperature_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size,
+    PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, CANDIDATES: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """List a part's tokens inside the bracket."""
     part = tl.program_id(0)
     row = tl.program_id(1)
+    if SOME and tl.load(temperature_ptr + row) < 0:
+        return
     low = tl.load(bounds_ptr + row * 2)
     high = tl.load(bounds_ptr + row * 2 + 1)
     listed_B = tl.zeros([PART // 16], tl.int32)
@@ -934,7 +1077,7 @@ def _cut_kernel(
     counts_ptr, masses_ptr, least_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr,
     score_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr,
     SHORT: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, DRAWS: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, DRAWS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; or IS_LAST, from the row.
 
@@ -943,6 +1086,8 @@ def _cut_kernel(
     -1.
     """
     row = tl.program_id(0)
+    if SOME and tl.load(temperature_ptr + row) < 0:
+        return
     listed = tl.load(listed_ptr + row)
     is_open = True
     if IS_LAST:
@@ -1048,12 +1193,14 @@ def _cut_kernel(
 @triton.jit
 def _finish_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, score_ptr,
-    last_ptr, last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, stride,
-    vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr,
-    TRUNCATES: tl.constexpr,
+    last_ptr, last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, rows_ptr,
+    raw_logits_ptr, raw_max_ptr, raw_mass_ptr, stride, vocab_size, raw_stride, num_parts, PARTS: tl.constexpr,
+    PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Token of a row and its log-probabilities."""
     row = tl.program_id(0)
+    if SOME and tl.load(temperature_ptr + row) < 0:
+        return
     row_max = _row_max(max_ptr, row, num_parts, PARTS)
     is_finite = _is_finite(row_max)
     inverse = _inverse(temperature_ptr, row)
@@ -1120,7 +1267,18 @@ def _finish_kernel(
     behavior = raw
     if TRUNCATES:
         behavior = scaled - tl.log(tl.load(kept_ptr + row).to(tl.float64) * (2.0 ** (-BITS)))
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(raw_ptr + row, tl.where(is_finite, raw, nan).to(raw_ptr.dtype.element_ty))
-    tl.store(behavior_ptr + row, tl.where(is_finite, behavior, nan).to(behavior_ptr.dtype.element_ty))
-    tl.store(nan_ptr + row, ~is_finite)
+    own = row
+    has_raw = is_finite
+    if SOME:
+        # The same numbers from the row as it was before it was adjusted.
+        own = tl.load(rows_ptr + row).to(tl.int32)
+        raw_max = _row_max(raw_max_ptr, own, num_parts, PARTS)
+        raw_logit = tl.load(raw_logits_ptr + own.to(tl.int64) * raw_stride + token)
+        raw_total = tl.sum(tl.load(raw_mass_ptr + own * PARTS + part_P, exists_P, 0))
+        raw = (raw_logit.to(tl.float64) - raw_max.to(tl.float64)) * inverse
+        raw = raw - tl.log(raw_total.to(tl.float64) * (2.0 ** (-BITS)))
+        has_raw = is_finite & _is_finite(raw_max)
+    tl.store(tokens_ptr + own, token.to(tl.int64))
+    tl.store(raw_ptr + own, tl.where(has_raw, raw, nan).to(raw_ptr.dtype.element_ty))
+    tl.store(behavior_ptr + own, tl.where(is_finite, behavior, nan).to(behavior_ptr.dtype.element_ty))
+    tl.store(nan_ptr + own, ~is_finite)

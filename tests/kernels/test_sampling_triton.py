@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from paged.kernels.sampling import (
     Penalties,
     SampledRows,
     SamplingColumns,
+    sample,
     sample_by_torch,
     sample_on_card,
     token_logprobs,
@@ -85,12 +88,18 @@ def columns_of(generator: np.random.Generator, num_rows: int, vocab_size: int, a
             values_N=torch.from_numpy(generator.normal(size=len(biased)) * 3),
         )
 
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(DEVICE)
-        return type(value)(**{name: getattr(value, name).to(DEVICE) for name in value.__dataclass_fields__})
+    return mapped(SamplingColumns(**values), lambda tensor: tensor.to(DEVICE))
 
-    return SamplingColumns(**{name: move(value) for name, value in values.items()})
+
+def mapped(columns: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Columns, penalties or biases with ``function`` of each of their tensors."""
+
+    def map_value(value: Any) -> Any:
+        if value is None:
+            return None
+        return function(value) if isinstance(value, torch.Tensor) else mapped(value, function)
+
+    return type(columns)(**{name: map_value(getattr(columns, name)) for name in columns.__dataclass_fields__})
 
 
 def assert_equal(ours: SampledRows, twin: SampledRows) -> None:
@@ -182,6 +191,54 @@ def test_wide_rows_are_drawn_above_the_bracket_and_in_the_list(
     assert 0 < from_list_R.sum() < is_split_R.sum(), "one half always won"
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="its sizes are for the interpreter")
+def test_only_adjusted_rows_are_drawn_in_fp64(small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is made for one row a penalty and one a bias; two rows have them all, and the third place stays empty."""
+    finish = Recorded(sampling_triton._finish_kernel)
+    monkeypatch.setattr(sampling_triton, "_finish_kernel", finish)
+    generator = np.random.default_rng(14)
+    logits = logits_of(generator, 6, 700, 2.0).to(DEVICE)
+    plain = columns_of(generator, 6, 700, "p")
+    plain.temperature_R.fill_(0.8)
+    penalties = Penalties(
+        rows_P=torch.tensor([4]),
+        repetition_P=torch.tensor([1.5]).double(),
+        presence_P=torch.tensor([0.3]).double(),
+        frequency_P=torch.tensor([-0.2]).double(),
+        output_counts_PV=torch.from_numpy(generator.poisson(0.4, (1, 700)).astype(np.int32)),
+        prompt_mask_PV=torch.from_numpy(generator.random((1, 700)) < 0.2),
+    )
+    bias = LogitBias(torch.tensor([1, 4]), torch.tensor([699, 3]), torch.tensor([30.0, 30.0]).double())
+    columns = replace(plain, penalties=penalties, bias=bias)
+    ours = sample_on_card(logits, columns)
+    assert finish.arguments["logits_ptr"].dtype == torch.float64
+    assert finish.arguments["rows_ptr"].tolist() == [1, 4, 6]
+    assert finish.arguments["temperature_ptr"].tolist() == [0.8, 0.8, -1.0]
+    assert ours.tokens_R[[1, 4]].tolist() == [699, 3]
+    assert_equal(ours, sample_by_torch(logits, columns))
+    others = [0, 2, 3, 5]
+    alone = sample_on_card(logits, plain)
+    assert finish.arguments["logits_ptr"].dtype == torch.float32
+    assert_equal(mapped(ours, lambda column: column[others]), mapped(alone, lambda column: column[others]))
+
+
+@pytest.mark.parametrize("asks", ["", "p", "kpma"])
+def test_nothing_waits_for_the_host(monkeypatch: pytest.MonkeyPatch, asks: str) -> None:
+    """Tensors without values: an operation whose shape or course hangs on values cannot run on them."""
+
+    class Skipped:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: None
+
+    for name in dir(sampling_triton):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(sampling_triton, name, Skipped())
+    generator = np.random.default_rng(15)
+    columns = mapped(columns_of(generator, 5, 300, asks), lambda tensor: tensor.to("meta"))
+    sampled = sample_on_card(torch.empty(5, 300, device="meta"), columns)
+    assert sampled.tokens_R.shape == sampled.logprobs_R.shape == (5,)
+
+
 @triton.jit
 def _noise_kernel(words_ptr, rough_ptr, exact_ptr, SIZE: tl.constexpr, FAST_LOG: tl.constexpr):
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -247,3 +304,39 @@ def test_a_card_gives_the_masses_of_the_cpu() -> None:
     ids = torch.arange(8)
     on_cpu = token_logprobs(logits, temperature, ids)
     assert torch.equal(token_logprobs(logits.to(DEVICE), temperature.to(DEVICE), ids.to(DEVICE)).cpu(), on_cpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
+@pytest.mark.parametrize("asks", ["", "p", "kpm", "kpma"])
+def test_a_graph_of_a_sample_gives_what_a_call_gives(asks: str) -> None:
+    """Captured once, replayed over other logits and columns in the same tensors; and no call waits for the host."""
+    generator = np.random.default_rng(16)
+    logits = logits_of(generator, 40, QWEN_VOCAB).to(DEVICE)
+    columns = columns_of(generator, 40, QWEN_VOCAB, asks)
+    first = sample(logits, columns)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sample(logits, columns)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sample(logits, columns)
+    graph.replay()
+    assert_equal(captured, first)
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(tensor.roll(1, 0))
+
+    for _ in range(3):
+        logits.copy_(logits_of(generator, 40, QWEN_VOCAB))
+        mapped(columns, other)
+        columns.positions_R.add_(1)
+        for rows in sampling_triton.adjusting_rows(columns):
+            rows.add_(1).remainder_(40)
+        expected = sample(logits, columns)
+        graph.replay()
+        assert_equal(captured, expected)
+        assert not torch.equal(captured.tokens_R, first.tokens_R)
