@@ -241,7 +241,7 @@ class TorchRunner:
                 state.counts.output_V.index_add_(0, token_1, torch.ones_like(token_1, dtype=torch.int32))
         step.sampled = download_all((drawn.tokens_R, drawn.logprobs_R, drawn.behavior_logprobs_R, drawn.nan_R))
 
-    def _index(self, numbers: Sequence[int]) -> torch.Tensor:
+    def _index(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
         return self._upload(np.asarray(numbers, dtype=np.int64))
 
     def _cut_rows(self, step: _Step) -> list[int]:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -103,8 +104,8 @@ class StepGraphs:
         self._inputs[self._decoded] = -1
         for size in reversed(self._sizes[: self._size_index(self._num_slots) + 1]):
             self._inputs[self._front : self._front + size] = padding
-            self._run(("compute", size, False), lambda size=size: self._compute(size, has_chunks=False))
-            self._run(("sample", size, 0), lambda size=size: self._sample(size, 0))
+            self._run(("compute", size, False), partial(self._compute, size, has_chunks=False))
+            self._run(("sample", size, 0), partial(self._sample, size, 0))
 
     def compute(self, plan: StepPlan, rows: Sequence[int]) -> bool:
         """Run the network over a plan's rows; False, and nothing is done, if the step is too large for a graph.
@@ -155,7 +156,7 @@ class StepGraphs:
         words[items.start :] = items_I4.ravel()
         self._inputs[:num_words].copy_(host, non_blocking=True)
         self._num_rows, self._num_sampled = len(slots), len(rows)
-        self._run(("compute", size, has_chunks), lambda: self._compute(size, has_chunks=has_chunks))
+        self._run(("compute", size, has_chunks), partial(self._compute, size, has_chunks=has_chunks))
         return True
 
     def sample(self, asks: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -171,7 +172,7 @@ class StepGraphs:
         num_rows, num_sampled = self._num_rows, self._num_sampled
         # Without rows to sample the flags still come.
         size = self._sizes[self._size_index(max(1, num_sampled))]
-        self._run(("sample", size, asks), lambda: self._sample(size, asks))
+        self._run(("sample", size, asks), partial(self._sample, size, asks))
         tokens_S, logprobs_S, behavior_S, nan_S, nan_B = download(self._results)
         sampled = tokens_S, logprobs_S.view(torch.float32), behavior_S.view(torch.float32), nan_S
         return nan_B[:num_rows], tuple(column[:num_sampled] for column in sampled)

@@ -43,20 +43,17 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.start_s = self.end_s = 0.0
-        self.start_event, self.end_event = (
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            if device.type == "cuda"
-            else (None, None)
-        )
-        if self.start_event is not None:
-            self.start_event.record()
+        self.events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.events[0].record()
         else:
             self.start_s = time.perf_counter()
 
     def stop(self) -> None:
         """All of the step's work has been handed to the device."""
-        if self.end_event is not None:
-            self.end_event.record()
+        if self.events is not None:
+            self.events[1].record()
         else:
             self.end_s = time.perf_counter()
 
@@ -83,10 +80,10 @@ class DeviceClock:
 
     def wait(self, timer: StepTimer) -> tuple[float, float]:
         """Wait until the step has ended; its start and end, seconds. Steps must be asked about in order."""
-        start_event, end_event, last = timer.start_event, timer.end_event, self._last
-        if start_event is None or end_event is None or last is None:
+        if timer.events is None or self._last is None:
             return timer.start_s, timer.end_s
+        start_event, end_event = timer.events
         end_event.synchronize()
-        start_s = self._last_s + last.elapsed_time(start_event) / 1e3
+        start_s = self._last_s + self._last.elapsed_time(start_event) / 1e3
         self._last, self._last_s = end_event, start_s + start_event.elapsed_time(end_event) / 1e3
         return start_s, self._last_s
