@@ -1,11 +1,13 @@
 """Where a decode step's time goes on one card: kernels by kind against floors, gaps, and the host.
 
     python benchmarks/step_profile_h200.py [--model qwen3_8b] [--numerics invariant] [--batches 64,256] [--set depth=1]
+        [--prefill]
     python benchmarks/step_profile_h200.py --device cpu --model tiny --small
 
 Sequences with about 1,024 tokens and random weights decode steadily. Five steps are profiled for the table of kernels,
 whose kind is told by the module that defines them; a floor is the least bytes that must be moved over 4.2 TB/s. Then
-200 steps are timed by phase of the host, and 200 more are run under cProfile, which slows them.
+200 steps are timed by phase of the host, and 200 more are run under cProfile, which slows them. With ``--prefill`` a
+step full of prompts of 1,024 tokens is profiled as well.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 from engine_h200 import setting
-from engine_runs import StepWatch, abort_all, build, decode_steadily, read_model
+from engine_runs import StepWatch, abort_all, build, decode_steadily, random_prompts, read_model
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -113,6 +115,23 @@ def profiled_spans(engine: Engine, device: str) -> list[Span]:
     return sorted(spans, key=lambda span: span[1])
 
 
+def prefill_spans(engine: Engine, length: int) -> list[Span]:
+    """As ``profiled_spans``, of a step that computes nothing but prompts of ``length`` tokens."""
+    limits = engine.scheduler.config
+    assert limits.vocab_size is not None
+    count = min(limits.max_num_seqs, limits.max_step_tokens // length)
+    for name in ("warm", "again", "profiled"):
+        for prompt in random_prompts(f"prefill {name}", count, length, limits.vocab_size):
+            engine.add_request(prompt, SamplingParams(max_tokens=1))
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            while engine.has_unfinished:
+                engine.step()
+            torch.cuda.synchronize()
+    events: Any = profiler.events()
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA]
+    return sorted(spans, key=lambda span: span[1])
+
+
 def gaps_us(spans: Sequence[Span]) -> float:
     """Time between the first start and the last end in which nothing ran."""
     total, reached = 0.0, spans[0][1]
@@ -139,7 +158,8 @@ def kernel_rows(spans: Sequence[Span], floors: dict[str, float], num_steps: int)
         largest = "; ".join(f"{name[:40]} {time_us / num_steps:.0f}" for name, time_us in times[:3])
         yield f"| {kind} | {counts[kind] / num_steps:.0f} | {us:.1f} | {floor:.0f} | {share} | {largest} |"
     busy, floor = sum(end - start for _, start, end in spans) / num_steps, sum(floors.values())
-    yield f"| all | {len(spans) / num_steps:.0f} | {busy:.1f} | {floor:.0f} | {floor / busy:.0%} | |"
+    share = f"{floor / busy:.0%}" if floor else ""
+    yield f"| all | {len(spans) / num_steps:.0f} | {busy:.1f} | {floor:.0f} | {share} | |"
     yield f"gaps between kernels: {gaps_us(spans) / num_steps:.1f} us a step"
 
 
@@ -186,6 +206,7 @@ def main() -> None:
     parser.add_argument("--numerics", choices=("invariant", "fast"), default="invariant")
     parser.add_argument("--batches", type=lambda text: [int(batch) for batch in text.split(",")], default=(256, 64))
     parser.add_argument("--set", type=setting, nargs="*", default=(), help="fields of EngineConfig, as depth=1")
+    parser.add_argument("--prefill", action="store_true", help="a step of prompts, too; on a card alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
@@ -212,6 +233,10 @@ def main() -> None:
         print(phase_line(engine, watch, num_timed), flush=True)
         print_host_profile(engine, num_timed)
         abort_all(engine, ids)
+    if options.prefill:
+        print("\na step of prompts")
+        for line in kernel_rows(prefill_spans(engine, context), {}, 1):
+            print(line)
     engine.close()
 
 

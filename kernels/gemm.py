@@ -155,7 +155,7 @@ def gemm(
         **options(x_TK),
     )
     if is_split:
-        _fold_kernel[(triton.cdiv(num_rows * num_columns, 1024),)](
+        _fold_segments_kernel[(triton.cdiv(num_rows * num_columns, 1024),)](
             sums_STN,
             bias_N,
             out_TN,
@@ -326,7 +326,7 @@ def _load(pointer, first_row, first_k, num_rows, last_k, stride, ROWS: tl.conste
 
 
 @triton.jit
-def _fold_kernel(
+def _fold_segments_kernel(
     sums_pointer,
     bias_pointer,
     out_pointer,
