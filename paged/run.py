@@ -212,7 +212,7 @@ class _Run:
         engine = self._build_engine(model)
         try:
             # Updates come and go with every step. A full collection would look at all that is imported and loaded, too,
-            # which stops the run for some 0.3 s now and then.
+            # which stops the run for a tenth of a second now and then.
             gc.collect()
             gc.freeze()
             if self.resumed:
