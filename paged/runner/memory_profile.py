@@ -168,7 +168,8 @@ def measure_profile(
         # What stays allocated is the libraries' workspaces.
         activation_bytes=max(step_bytes, decode_bytes) + after.allocated - loaded.allocated,
         context_bytes=before.context(after),
-        graph_bytes=decode_bytes,
+        # A step of any size may be a graph, and is launched plainly before it becomes one.
+        graph_bytes=max(step_bytes, decode_bytes),
     )
 
 

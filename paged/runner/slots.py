@@ -208,9 +208,11 @@ class SlotTables:
             position_R: int64, of the tokens to be drawn.
             asks: ``Asks`` of which some row has some.
         """
-        # Kernels are built anew for columns that do not begin where 16 bytes do, so these hold an even number.
-        padded_R = F.pad(slot_R, (0, len(slot_R) % 2), value=self.padding_slot)
-        gathered = self._sampling_5S.index_select(1, padded_R)[:, : len(slot_R)]
+        num_rows = len(slot_R)
+        if num_rows % 2:
+            # Kernels are built anew for columns that do not begin where 16 bytes do.
+            slot_R = F.pad(slot_R, (0, 1), value=self.padding_slot)
+        gathered = self._sampling_5S.index_select(1, slot_R)[:, :num_rows]
         temperature_R, seeds_R, top_k_R, top_p_R, min_p_R = gathered
         return SamplingColumns(
             temperature_R=temperature_R.view(torch.float64),

@@ -22,7 +22,8 @@ import torch
 
 from paged.core.plan import StepPlan
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork, decode_arrays, tile_arrays
-from paged.kernels.sampling import SampledRows, sample
+from paged.kernels.sampling import sample
+from paged.kernels.step_rows import keep_draws, keep_last_rows, step_inputs
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.slots import SlotTables
@@ -198,7 +199,13 @@ class StepGraphs:
         """What a graph of the network does, for ``size`` rows."""
         inputs, slots, cache = self._inputs, self._slots, self._cache
         sections = self._sections(size, has_chunks)
-        slot_T, position_T = (inputs[section].to(torch.int64) for section in sections[:2])
+        token_T, position_T, cell_T = step_inputs(
+            *(inputs[section] for section in sections[:2]),
+            slots.tokens_SP,
+            slots.blocks_SN,
+            block_size=cache.block_size,
+            padding_slot=slots.padding_slot,
+        )
         num_rows = min(size, self._num_slots)
         decode = DecodeWork(
             items_I4=inputs[sections[3]].view(-1, 4),
@@ -207,40 +214,24 @@ class StepGraphs:
             most_splits=2 if size > 16 else self._most_items,
         )
         chunks = ChunkTiles(inputs[sections[2]].view(-1, 4), inputs[1:2]) if has_chunks else None
-        block_size = cache.block_size
-        place_T = slot_T * slots.blocks_SN.shape[1] + position_T // block_size
-        cell_T = (
-            slots.blocks_SN.view(-1).index_select(0, place_T).to(torch.int64) * block_size + position_T % block_size
-        )
         last_B = inputs[self._last][:num_rows]
         layout = BatchLayout.planned(
-            position_T,
-            cell_T.masked_fill_(slot_T == slots.padding_slot, -1),
-            last_B,
-            slots.blocks_SN,
-            block_size,
-            decode=decode,
-            chunks=chunks,
+            position_T, cell_T, last_B, slots.blocks_SN, cache.block_size, decode=decode, chunks=chunks
         )
-        hidden_TD = self._decoder(slots.tokens_at(slot_T, position_T), layout, cache)
-        last_BD = hidden_TD.index_select(0, last_B)
-        self.last_BD[:num_rows].copy_(last_BD)
-        torch.logical_not(last_BD.isfinite().all(-1), out=self.nan_B[:num_rows])
+        hidden_TD = self._decoder(token_T, layout, cache)
+        keep_last_rows(hidden_TD, last_B, self.last_BD[:num_rows], self.nan_B[:num_rows])
 
     def _sample(self, size: int, asks: int) -> None:
         """What a graph of the draw does, for ``size`` rows."""
         size = min(size, self._num_slots)
         row_R = self._inputs[self._row][:size]
-        slot_R, position_R = (self._inputs[section][:size].to(torch.int64) for section in (self._slot, self._position))
+        slot_R, position_R = (self._inputs[section][:size] for section in (self._slot, self._position))
         logits_RV = self._decoder.logits(self.last_BD.index_select(0, row_R))
-        drawn: SampledRows = sample(logits_RV, self._slots.columns(slot_R, position_R, asks))
-        self._slots.store_tokens(slot_R, position_R, drawn.tokens_R)
-        results = self._results
-        results[0, :size].copy_(drawn.tokens_R)
-        results[1, :size].copy_(drawn.logprobs_R.view(torch.int32))
-        results[2, :size].copy_(drawn.behavior_logprobs_R.view(torch.int32))
-        results[3, :size].copy_(drawn.nan_R)
-        results[4].copy_(self.nan_B)
+        columns = self._slots.columns(slot_R.to(torch.int64), position_R.to(torch.int64), asks)
+        drawn = sample(logits_RV, columns)
+        found = drawn.tokens_R, drawn.logprobs_R, drawn.behavior_logprobs_R, drawn.nan_R
+        keep_draws(found, slot_R, position_R, self._slots.tokens_SP, self._results[:4])
+        self._results[4].copy_(self.nan_B)
 
     def _run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Replay the graph of ``work``; the first time do the work plainly, which also builds kernels, then capture."""
