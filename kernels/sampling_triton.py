@@ -53,6 +53,9 @@ HALF_BRACKET: Final = 2048
 MARGIN: Final = 2.0**-11
 DRAW_WARPS: Final = 8
 WEIGH_WARPS: Final = 8
+"""Warps of the kernel that forms masses."""
+BACKWARDS = True
+"""Whether that kernel takes the last row first, which was read last and may still be near."""
 LISTS_WITH_MASSES = True
 """Whether the kernel that forms masses makes the lists too; else one of their own does."""
 DRAWS_WITH_MASSES = True
@@ -279,7 +282,8 @@ def _sample_rows(
         _weigh_kernel[grid](
             *rows, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit,
             list_id, *draws, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"], SEARCHES=searches,
-            LISTS=searches and LISTS_WITH_MASSES, DRAWS=draws_above, CANDIDATES=CANDIDATES, FAST_LOG=logits_RV.is_cuda,
+            LISTS=searches and LISTS_WITH_MASSES, DRAWS=draws_above, BACKWARDS=BACKWARDS, CANDIDATES=CANDIDATES,
+            FAST_LOG=logits_RV.is_cuda,
             num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
         if searches and not LISTS_WITH_MASSES:
@@ -311,7 +315,7 @@ def _sample_rows(
         _weigh_kernel[grid](
             *rows, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP, max_id_RP, max_RP, max_id_RP,
             *draws, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False, LISTS=False, DRAWS=False,
-            CANDIDATES=CANDIDATES, FAST_LOG=logits_RV.is_cuda, num_warps=WEIGH_WARPS, **sizes,
+            BACKWARDS=BACKWARDS, CANDIDATES=CANDIDATES, FAST_LOG=logits_RV.is_cuda, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     unlike = (rows_R, None, None, None) if raw is None else (rows_R, raw.logits_RV, raw.max_RP, raw.mass_RP)
     _finish_kernel[(num_rows,)](
@@ -795,8 +799,8 @@ def _weigh_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr,
     masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, best_ptr, close_ptr, stride, vocab_size, num_parts,
     PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
-    MIN_P: tl.constexpr, SEARCHES: tl.constexpr, LISTS: tl.constexpr, DRAWS: tl.constexpr, CANDIDATES: tl.constexpr,
-    FAST_LOG: tl.constexpr, SOME: tl.constexpr,
+    MIN_P: tl.constexpr, SEARCHES: tl.constexpr, LISTS: tl.constexpr, BACKWARDS: tl.constexpr, DRAWS: tl.constexpr,
+    CANDIDATES: tl.constexpr, FAST_LOG: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps.
 
@@ -804,8 +808,9 @@ def _weigh_kernel(
     among those above, all of which will be kept if the bracket is right.
     """
     part = tl.program_id(0)
-    # What was read last is still near.
-    row = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = tl.program_id(1)
+    if BACKWARDS:
+        row = tl.num_programs(1) - 1 - row
     if SOME and tl.load(temperature_ptr + row) < 0:
         return
     place = row * PARTS + part

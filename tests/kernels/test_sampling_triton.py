@@ -135,9 +135,15 @@ def test_rows_equal_the_twin(
     assert_equal(ours, twin)
 
 
-@pytest.mark.parametrize(("num_equal", "num_rows"), [(100, 24), (300, 6)])
-def test_equal_tokens_are_kept_by_lowest_id(small_parts: None, num_equal: int, num_rows: int) -> None:
-    """A hundred equal tokens fit the list, three hundred must be looked for in the row; either way three remain."""
+@pytest.mark.parametrize(("num_equal", "num_rows", "half_bracket"), [(100, 24, 64), (300, 6, 64), (100, 12, 1)])
+def test_equal_tokens_are_kept_by_lowest_id(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch, num_equal: int, num_rows: int, half_bracket: int
+) -> None:
+    """A hundred equal tokens fit the list, three hundred must be looked for in the row; either way three remain.
+
+    So they do where a narrow bracket lies below all of the hundred, which then are not all kept.
+    """
+    monkeypatch.setattr(sampling_triton, "HALF_BRACKET", half_bracket)
     logits = torch.full((num_rows, 300), -60.0)
     logits[:, 300 - num_equal :] = 3.0
     columns = columns_of(np.random.default_rng(9), num_rows, 300, "k")
