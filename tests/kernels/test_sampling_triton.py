@@ -304,9 +304,10 @@ def test_full_rows_equal_the_twin(asks: str, scale: float | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
-def test_a_card_gives_the_masses_of_the_cpu() -> None:
+@pytest.mark.parametrize("vocab_size", [QWEN_VOCAB, 32_000], ids=["short", "long"])
+def test_a_card_gives_the_masses_of_the_cpu(vocab_size: int) -> None:
     """Nothing in a mass but products, sums and roundings: the sums agree across devices to the bit."""
-    logits = logits_of(np.random.default_rng(8), 8, QWEN_VOCAB)
+    logits = logits_of(np.random.default_rng(8), 8, vocab_size)
     temperature = torch.tensor([0.6, 1.0, 1.7, 0.0] * 2, dtype=torch.float64)
     ids = torch.arange(8)
     on_cpu = token_logprobs(logits, temperature, ids)
