@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from paged.kernels import exponential, sampling_triton
+from paged.kernels import exponential, sampling_math_triton, sampling_triton
 from paged.kernels.sampling import (
     LogitBias,
     Penalties,
@@ -135,9 +135,15 @@ def test_rows_equal_the_twin(
     assert_equal(ours, twin)
 
 
-@pytest.mark.parametrize(("num_equal", "num_rows"), [(100, 24), (300, 6)])
-def test_equal_tokens_are_kept_by_lowest_id(small_parts: None, num_equal: int, num_rows: int) -> None:
-    """A hundred equal tokens fit the list, three hundred must be looked for in the row; either way three remain."""
+@pytest.mark.parametrize(("num_equal", "num_rows", "half_bracket"), [(100, 24, 64), (300, 6, 64), (100, 12, 1)])
+def test_equal_tokens_are_kept_by_lowest_id(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch, num_equal: int, num_rows: int, half_bracket: int
+) -> None:
+    """A hundred equal tokens fit the list, three hundred must be looked for in the row; either way three remain.
+
+    So they do where a narrow bracket lies below all of the hundred, which then are not all kept.
+    """
+    monkeypatch.setattr(sampling_triton, "HALF_BRACKET", half_bracket)
     logits = torch.full((num_rows, 300), -60.0)
     logits[:, 300 - num_equal :] = 3.0
     columns = columns_of(np.random.default_rng(9), num_rows, 300, "k")
@@ -243,8 +249,8 @@ def test_nothing_waits_for_the_host(monkeypatch: pytest.MonkeyPatch, asks: str) 
 def _noise_kernel(words_ptr, rough_ptr, exact_ptr, SIZE: tl.constexpr, FAST_LOG: tl.constexpr):
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     word = tl.load(words_ptr + place).to(tl.uint32)
-    tl.store(rough_ptr + place, sampling_triton._rough_score(word.to(tl.float32) * 0, word, FAST_LOG))
-    tl.store(exact_ptr + place, sampling_triton._exact_noise(word))
+    tl.store(rough_ptr + place, sampling_math_triton.rough_score(word.to(tl.float32) * 0, word, FAST_LOG))
+    tl.store(exact_ptr + place, sampling_math_triton.exact_noise(word))
 
 
 def test_rough_noise_keeps_its_margin() -> None:
@@ -262,9 +268,9 @@ def test_rough_noise_keeps_its_margin() -> None:
         words, rough, exact, SIZE=1024, FAST_LOG=DEVICE == "cuda", enable_fp_fusion=False
     )
     error = rough.double() - math.log(math.log(2)) - exact
-    assert error.min() > -sampling_triton.MARGIN / 8, error.min()
+    assert error.min() > -sampling_math_triton.MARGIN.value / 8, error.min()
     # Higher by more than that it is for few words only, whose tokens must else be computed in fp64 all the time.
-    assert (error > sampling_triton.MARGIN / 8).double()[-(2**17) :].mean() < 1e-3
+    assert (error > sampling_math_triton.MARGIN.value / 8).double()[-(2**17) :].mean() < 1e-3
     one_minus_u = (1 - 2.0**-33 - words.double() * 2.0**-32).clamp_min(2.0**-24)
     assert (exact + (-one_minus_u.log()).log()).abs().max() < 1e-13
 
@@ -277,7 +283,8 @@ def test_draws_too_close_to_tell_are_computed(small_parts: None, monkeypatch: py
     columns = columns_of(generator, 6, 1500, "p")
     expected = sample_by_torch(logits, columns)
     assert_equal(sample_on_card(logits, columns), expected)
-    monkeypatch.setattr(sampling_triton, "_MARGIN", tl.constexpr(8.0))
+    for module in (sampling_triton, sampling_math_triton):
+        monkeypatch.setattr(module, "MARGIN", tl.constexpr(8.0))
     assert_equal(sample_on_card(logits, columns), expected)
 
 
@@ -297,9 +304,10 @@ def test_full_rows_equal_the_twin(asks: str, scale: float | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
-def test_a_card_gives_the_masses_of_the_cpu() -> None:
+@pytest.mark.parametrize("vocab_size", [QWEN_VOCAB, 32_000], ids=["short", "long"])
+def test_a_card_gives_the_masses_of_the_cpu(vocab_size: int) -> None:
     """Nothing in a mass but products, sums and roundings: the sums agree across devices to the bit."""
-    logits = logits_of(np.random.default_rng(8), 8, QWEN_VOCAB)
+    logits = logits_of(np.random.default_rng(8), 8, vocab_size)
     temperature = torch.tensor([0.6, 1.0, 1.7, 0.0] * 2, dtype=torch.float64)
     ids = torch.arange(8)
     on_cpu = token_logprobs(logits, temperature, ids)
