@@ -346,16 +346,8 @@ def _decode_kernel(
 
 
 @triton.jit
-def _fold(top, total, sums, top2, total2, sums2, factor):
-    """Fold the split to the right (2) into what lies to its left; a split that a row does not reach changes nothing."""
-    new = tl.maximum(top, top2)
-    base = new * factor
-    left = tl.exp2(top * factor - base)
-    right = tl.exp2(top2 * factor - base)
-    if len(sums.shape) == 2:
-        return new, total * left + total2 * right, sums * left[:, None] + sums2 * right[:, None]
-    else:
-        return new, total * left + total2 * right, sums * left + sums2 * right
+def _greater(left, right):
+    return tl.maximum(left, right)
 
 
 @triton.jit
@@ -387,19 +379,41 @@ def _fold_kernel(
     if claimed_ptr is not None:
         tl.store(claimed_ptr, 0, (tl.program_id(0) == 0) & (tl.program_id(1) == 0))
     top = tl.load(tops_ptr + place, count > 0, 0.0)
-    total = tl.load(totals_ptr + place, count > 0, 1.0)
+    total_D = tl.zeros([DIMS], tl.float32) + tl.load(totals_ptr + place, count > 0, 1.0)
     sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D, count > 0, 0.0)
+    split_S = tl.arange(0, SPLITS)
     for start in range(1, count, SPLITS):
+        # Beyond the last split there is nothing, which folds into no change.
+        exists_S = start + split_S < count
+        here_S = place + (start + split_S) * NUM_HEADS
+        top_S = tl.load(tops_ptr + here_S, exists_S, float("-inf"))
+        total_S = tl.load(totals_ptr + here_S, exists_S, 0.0)
+        # What ``_fold`` does, with the factors of all splits at once: a maximum is the same in any order.
+        new_S = tl.maximum(tl.associative_scan(top_S, 0, _greater), top)
+        before_S = tl.where(split_S == 0, top, tl.gather(new_S, tl.maximum(split_S - 1, 0), 0))
+        base_S = new_S * factor
+        left_S = tl.exp2(before_S * factor - base_S)
+        right_S = tl.exp2(top_S * factor - base_S)
         for step in tl.static_range(SPLITS):
-            # Beyond the last split there is nothing, which folds into no change.
-            exists = start + step < count
             here = place + (start + step) * NUM_HEADS
-            top2 = tl.load(tops_ptr + here, exists, float("-inf"))
-            total2 = tl.load(totals_ptr + here, exists, 0.0)
-            sum2_D = tl.load(sums_ptr + here * HEAD_DIM + dim_D, exists, 0.0)
-            top, total, sum_D = _fold(top, total, sum_D, top2, total2, sum2_D, factor)
+            sum2_D = tl.load(sums_ptr + here * HEAD_DIM + dim_D, start + step < count, 0.0)
+            step_D = tl.full([DIMS], step, tl.int32)
+            left_D, right_D = tl.gather(left_S, step_D, 0), tl.gather(right_S, step_D, 0)
+            total_D = total_D * left_D + tl.gather(total_S, step_D, 0) * right_D
+            sum_D = sum_D * left_D + sum2_D * right_D
+        top = tl.max(new_S, 0)
     out_offset = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    tl.store(out_ptr + out_offset + dim_D, (sum_D / total).to(out_ptr.dtype.element_ty), row >= 0)
+    tl.store(out_ptr + out_offset + dim_D, (sum_D / total_D).to(out_ptr.dtype.element_ty), row >= 0)
+
+
+@triton.jit
+def _fold(top_R, total_R, sum_RD, top2_R, total2_R, sum2_RD, factor):
+    """Fold the split to the right (2) into what lies to its left; a split that a row does not reach changes nothing."""
+    new_R = tl.maximum(top_R, top2_R)
+    base_R = new_R * factor
+    left_R = tl.exp2(top_R * factor - base_R)
+    right_R = tl.exp2(top2_R * factor - base_R)
+    return new_R, total_R * left_R + total2_R * right_R, sum_RD * left_R[:, None] + sum2_RD * right_R[:, None]
 
 
 @triton.jit
