@@ -98,9 +98,8 @@ def _num_sms(device: torch.device) -> int:
 
 
 @gluon.jit
-def _item(items_ptr, place, num_places, NUM_KV_HEADS: gl.constexpr):
+def _item(items_ptr, place, exists, NUM_KV_HEADS: gl.constexpr):
     """Row of the block tables, row of the step, number of the split and keys of the row of the item at ``place``."""
-    exists = place < num_places
     item_ptr = items_ptr + place // NUM_KV_HEADS * 4
     return (
         gl.load(item_ptr, exists, 0),
@@ -127,10 +126,12 @@ def _load(
     shared_R = gl.minimum(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), NUM_SHARED - 1)
     num_places = gl.load(num_items_ptr) * NUM_KV_HEADS
     place = gl.program_id(0)
-    table_row, row, number, num_keys = _item(items_ptr, place, num_places, NUM_KV_HEADS)
+    # The list is as long as there are programs, even if the item does not count: no need to wait for the number first.
+    table_row, row, number, num_keys = _item(items_ptr, place, True, NUM_KV_HEADS)
     # What lies beyond the end is the last key again: stale memory, which may be NaN, is not read.
     key_P = gl.minimum(number * SPLIT + place_P, num_keys - 1)
-    block_P = gl.load(tables_ptr + table_row.to(gl.int64) * table_stride + key_P // BLOCK_SIZE, key_P >= 0, 0)
+    start_of_row = table_row.to(gl.int64) * table_stride
+    block_P = gl.load(tables_ptr + start_of_row + key_P // BLOCK_SIZE, place < num_places, 0)
     step = 0
     while place < num_places:
         head = place % NUM_KV_HEADS
@@ -163,7 +164,7 @@ def _load(
                 else:
                     next_place = place + gl.num_programs(0)
                 next_table_row, next_row, next_number, next_num_keys = _item(
-                    items_ptr, next_place, num_places, NUM_KV_HEADS
+                    items_ptr, next_place, next_place < num_places, NUM_KV_HEADS
                 )
             is_last = (tile + 1) * TILE >= count
             start = gl.where(is_last, next_number * SPLIT, first + (tile + 1) * TILE)
