@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ import triton
 import triton.language as tl
 from card_times import graph_us
 
-from paged.kernels import attention_triton
+from paged.kernels import attention_hopper_decode, attention_triton
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.numerics import Numerics
@@ -35,18 +34,15 @@ from paged.kernels.numerics import Numerics
 INVARIANT = Numerics()
 DEVICE = "cuda"
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 16384), (1, 40960))
-LAST, EVEN = {"LAST_FOLDS": 16}, {"DECODE_EVEN": True}
-# Five stages are the least that keep two tiles on their way; they leave room for three programs.
-WAYS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "last folds": LAST,
-    "even": EVEN,
-    "even, last folds": EVEN | LAST,
-    "4 programs, last folds": {"DECODE_PROGRAMS_PER_SM": 4} | LAST,
-    "4 programs, even, last folds": {"DECODE_PROGRAMS_PER_SM": 4} | EVEN | LAST,
-    "5 stages, last folds": {"DECODE_STAGES": 5} | LAST,
-    "5 stages, even, last folds": {"DECODE_STAGES": 5} | EVEN | LAST,
-    "5 stages, 2 programs, even, last folds": {"DECODE_STAGES": 5, "DECODE_PROGRAMS_PER_SM": 2} | EVEN | LAST,
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Triton": (attention_triton, {"suits_hopper_decode": lambda q, cache, numerics: False}),
+} | {
+    f"{programs} programs of {stages} stages" + ", claiming" * claims: (
+        attention_hopper_decode,
+        {"PROGRAMS_PER_SM": programs, "STAGES": stages, "CLAIMS": claims},
+    )
+    for programs, stages in ((2, 3), (1, 6), (1, 4))
+    for claims in (False, True)
 }
 SHAPES = ((32, 8, 128), (16, 8, 128), (4, 4, 64), (4, 2, 64), (8, 2, 64), (8, 1, 128), (16, 2, 64))
 
@@ -232,8 +228,8 @@ def time_ways(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
         "differing": 0,
     }
     expected = None
-    for name, constants in WAYS.items():
-        with patch.multiple(attention_triton, **constants) if constants else nullcontext():
+    for name, (module, constants) in WAYS.items():
+        with patch.multiple(module, **constants):
             row["us"][name] = graph_us(work.calls * 2)[1]
             out = work.calls[0]()
         row["fraction"][name] = floor_us / row["us"][name]

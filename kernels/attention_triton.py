@@ -24,6 +24,7 @@ import triton.language as tl
 
 from paged.kernels import attention_hopper
 from paged.kernels.attention_hopper import chunk_attention_hopper, suits_hopper
+from paged.kernels.attention_hopper_decode import claimed, decode_splits_hopper, suits_hopper_decode
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.launch import is_dependent, options
@@ -38,12 +39,8 @@ CHUNK_STAGES = 2
 DECODE_WARPS = 4
 DECODE_STAGES = 2
 DECODE_PROGRAMS_PER_SM = 3
-# Whether only as many programs work on splits as share them evenly.
-DECODE_EVEN = False
 # Splits read at a time and dimensions of a program, for rows with few splits and with many.
 FOLDS = ((4, 256), (32, 32))
-# Up to so many splits a row, the program that ends the last of them folds them, and there is no second kernel.
-LAST_FOLDS = 0
 
 # The only tile of keys that the kernels have been shown to be right and equal with.
 KV_TILE = 64
@@ -105,7 +102,7 @@ def decode_attention(
 ) -> None:
     """Write attention of the rows of ``work`` to their rows of ``out_THD``: its splits first, then row by row.
 
-    Rows of ``work`` without items are given zeros. On a card all calls come from one stream.
+    Rows of ``work`` without items are given zeros.
     """
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     num_shared = q_THD.shape[1] // num_kv_heads
@@ -113,41 +110,46 @@ def decode_attention(
     sums_IHD = q_THD.new_empty((num_items, q_THD.shape[1], head_dim), dtype=torch.float32)
     # The greatest score and the sum of weights of each item and head.
     tops_IH, totals_IH = q_THD.new_empty((2, num_items, q_THD.shape[1]), dtype=torch.float32)
-    last_folds = work.most_splits <= LAST_FOLDS
-    _decode_kernel[(min(num_items * num_kv_heads, _decode_programs(q_THD.device)),)](
-        q_THD,
-        cache.key,
-        cache.value,
-        layout.block_tables_BN,
-        work.items_I4,
-        work.num_items_1,
-        work.rows_N3,
-        sums_IHD,
-        tops_IH,
-        totals_IH,
-        _arrived(q_THD.device, triton.next_power_of_2(q_THD.shape[0] * num_kv_heads)) if last_folds else None,
-        out_THD,
-        work.rows_N3.shape[0],
-        layout.block_tables_BN.stride(0),
-        scale * LOG2_E,
-        NUM_KV_HEADS=num_kv_heads,
-        NUM_SHARED=num_shared,
-        ROWS=max(16, triton.next_power_of_2(num_shared)),
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=cache.block_size,
-        TILE=numerics.kv_tile,
-        SPLIT=numerics.kv_split,
-        SHARED=triton.next_power_of_2(num_shared),
-        FOLDED_AT_ONCE=FOLDS[0][0],
-        EVEN=DECODE_EVEN,
-        LAST_FOLDS=last_folds,
-        IS_DEPENDENT=is_dependent(q_THD),
-        num_warps=DECODE_WARPS,
-        num_stages=DECODE_STAGES,
-        **options(q_THD),
-    )
-    if last_folds:
-        return
+    claimed_1 = None
+    if suits_hopper_decode(q_THD, cache, numerics):
+        claimed_1 = claimed(q_THD.device)
+        decode_splits_hopper(
+            q_THD,
+            cache,
+            layout,
+            work,
+            sums_IHD,
+            tops_IH,
+            totals_IH,
+            claimed_1,
+            factor=scale * LOG2_E,
+            numerics=numerics,
+        )
+    else:
+        _decode_kernel[(min(num_items * num_kv_heads, _decode_programs(q_THD.device)),)](
+            q_THD,
+            cache.key,
+            cache.value,
+            layout.block_tables_BN,
+            work.items_I4,
+            work.num_items_1,
+            sums_IHD,
+            tops_IH,
+            totals_IH,
+            layout.block_tables_BN.stride(0),
+            scale * LOG2_E,
+            NUM_KV_HEADS=num_kv_heads,
+            NUM_SHARED=num_shared,
+            ROWS=max(16, triton.next_power_of_2(num_shared)),
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=cache.block_size,
+            TILE=numerics.kv_tile,
+            SPLIT=numerics.kv_split,
+            IS_DEPENDENT=is_dependent(q_THD),
+            num_warps=DECODE_WARPS,
+            num_stages=DECODE_STAGES,
+            **options(q_THD),
+        )
     splits, width = FOLDS[work.most_splits > 1 + FOLDS[0][0]]
     width = min(head_dim, width)
     _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width)](
@@ -155,6 +157,7 @@ def decode_attention(
         tops_IH,
         totals_IH,
         work.rows_N3,
+        claimed_1,
         out_THD,
         scale * LOG2_E,
         NUM_HEADS=q_THD.shape[1],
@@ -222,13 +225,6 @@ def _decode_programs(device: torch.device) -> int:
 
 
 @functools.cache
-def _arrived(device: torch.device, size: int) -> torch.Tensor:
-    """How many of its splits each row and kv head have ended; all zero between launches. Graphs keep the address."""
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before a graph is captured"
-    return torch.zeros(size, dtype=torch.int32, device=device)
-
-
-@functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -293,13 +289,9 @@ def _decode_kernel(
     tables_ptr,
     items_ptr,
     num_items_ptr,
-    rows_ptr,
     sums_ptr,
     tops_ptr,
     totals_ptr,
-    arrived_ptr,
-    out_ptr,
-    num_rows,
     table_stride,
     factor,
     NUM_KV_HEADS: tl.constexpr,
@@ -309,10 +301,6 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    SHARED: tl.constexpr,
-    FOLDED_AT_ONCE: tl.constexpr,
-    EVEN: tl.constexpr,
-    LAST_FOLDS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Splits of rows for the query heads of one kv head each, as many as fall to this program."""
@@ -323,14 +311,7 @@ def _decode_kernel(
     shared_R = tl.arange(0, ROWS)
     is_head_R = shared_R < NUM_SHARED
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * NUM_SHARED
-    first_place = tl.program_id(0)
-    num_programs = tl.num_programs(0)
-    num_places = tl.load(num_items_ptr) * NUM_KV_HEADS
-    if EVEN:
-        most = tl.maximum(tl.cdiv(num_places, num_programs), 1)
-        num_programs = tl.maximum(tl.cdiv(num_places, most), 1)
-        first_place = tl.where(first_place < num_programs, first_place, num_places)
-    for place in range(first_place, num_places, num_programs):
+    for place in range(tl.program_id(0), tl.load(num_items_ptr) * NUM_KV_HEADS, tl.num_programs(0)):
         item = place // NUM_KV_HEADS
         head = place % NUM_KV_HEADS
         table_row = tl.load(items_ptr + item * 4)
@@ -362,84 +343,11 @@ def _decode_kernel(
         tl.store(tops_ptr + place_R, top_R, is_head_R)
         tl.store(totals_ptr + place_R, total_R, is_head_R)
         tl.store(sums_ptr + place_R[:, None] * HEAD_DIM + dim_D[None], sum_RD, is_head_R[:, None])
-        if LAST_FOLDS:
-            # One thread tells of what all have stored.
-            tl.debug_barrier()
-            count = tl.cdiv(num_keys, SPLIT)
-            here_ptr = arrived_ptr + row.to(tl.int64) * NUM_KV_HEADS + head
-            if tl.atomic_add(here_ptr, 1, sem="acq_rel") == count - 1:
-                tl.store(here_ptr, 0)
-                shared_H = tl.arange(0, SHARED)
-                exists_H = shared_H < NUM_SHARED
-                head_H = head * NUM_SHARED + shared_H
-                place_H = (item - number).to(tl.int64) * NUM_HEADS + head_H
-                offset_HD = place_H[:, None] * HEAD_DIM + dim_D[None]
-                all_total_H, all_sum_HD = _fold_splits(
-                    sums_ptr, tops_ptr, totals_ptr, place_H, exists_H, offset_HD, exists_H[:, None], count, factor,
-                    NUM_HEADS, HEAD_DIM, FOLDED_AT_ONCE,
-                )  # fmt: skip
-                out_HD = (all_sum_HD / all_total_H[:, None]).to(out_ptr.dtype.element_ty)
-                out_offset_HD = (row.to(tl.int64) * NUM_HEADS + head_H)[:, None] * HEAD_DIM + dim_D[None]
-                tl.store(out_ptr + out_offset_HD, out_HD, exists_H[:, None])
-    if LAST_FOLDS:
-        # Rows of padding have no split that ends.
-        for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-            row = tl.load(rows_ptr + index * 3)
-            count = tl.load(rows_ptr + index * 3 + 2)
-            for head in range(NUM_HEADS):
-                out_offset_D = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dim_D
-                zero_D = tl.zeros([HEAD_DIM], out_ptr.dtype.element_ty)
-                tl.store(out_ptr + out_offset_D, zero_D, (row >= 0) & (count == 0))
 
 
 @triton.jit
-def _fold(top, total, sums, top2, total2, sums2, factor):
-    """Fold the split to the right (2) into what lies to its left; a split that a row does not reach changes nothing."""
-    new = tl.maximum(top, top2)
-    base = new * factor
-    left = tl.exp2(top * factor - base)
-    right = tl.exp2(top2 * factor - base)
-    if len(sums.shape) == 2:
-        return new, total * left + total2 * right, sums * left[:, None] + sums2 * right[:, None]
-    else:
-        return new, total * left + total2 * right, sums * left + sums2 * right
-
-
-@triton.jit
-def _fold_splits(
-    sums_ptr,
-    tops_ptr,
-    totals_ptr,
-    place,
-    exists,
-    offsets,
-    exist_sums,
-    count,
-    factor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Sum of weights and sum of values over ``count`` splits of a row, SPLITS of them read at a time; of none, 1 and 0.
-
-    For one head or several: ``place`` and ``offsets`` are where the first split's numbers are, and ``exists`` and
-    ``exist_sums`` whether to read them. Reads go past the cache of the multiprocessor, which another's stores miss.
-    """
-    some = count > 0
-    top = tl.load(tops_ptr + place, exists & some, 0.0, cache_modifier=".cg")
-    total = tl.load(totals_ptr + place, exists & some, 1.0, cache_modifier=".cg")
-    sums = tl.load(sums_ptr + offsets, exist_sums & some, 0.0, cache_modifier=".cg")
-    for start in range(1, count, SPLITS):
-        for step in tl.static_range(SPLITS):
-            # Beyond the last split there is nothing, which folds into no change.
-            here = start + step < count
-            skipped = (start + step) * NUM_HEADS
-            top2 = tl.load(tops_ptr + place + skipped, exists & here, float("-inf"), cache_modifier=".cg")
-            total2 = tl.load(totals_ptr + place + skipped, exists & here, 0.0, cache_modifier=".cg")
-            sums2_ptr = sums_ptr + offsets + skipped.to(tl.int64) * HEAD_DIM
-            sums2 = tl.load(sums2_ptr, exist_sums & here, 0.0, cache_modifier=".cg")
-            top, total, sums = _fold(top, total, sums, top2, total2, sums2, factor)
-    return total, sums
+def _greater(left, right):
+    return tl.maximum(left, right)
 
 
 @triton.jit
@@ -448,6 +356,7 @@ def _fold_kernel(
     tops_ptr,
     totals_ptr,
     rows_ptr,
+    claimed_ptr,
     out_ptr,
     factor,
     NUM_HEADS: tl.constexpr,
@@ -456,7 +365,7 @@ def _fold_kernel(
     SPLITS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Fold the splits of DIMS dimensions of one row and head; a row without splits is given zeros."""
+    """Fold the splits of DIMS dimensions of one row and head, SPLITS of them read at a time; without splits, zeros."""
     index = tl.program_id(0) // NUM_HEADS
     head = tl.program_id(0) % NUM_HEADS
     row = tl.load(rows_ptr + index * 3)
@@ -464,16 +373,47 @@ def _fold_kernel(
     count = tl.load(rows_ptr + index * 3 + 2)
     dim_D = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
     place = first.to(tl.int64) * NUM_HEADS + head
-    exists = row >= 0
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total, sum_D = _fold_splits(
-        sums_ptr, tops_ptr, totals_ptr, place, exists, place * HEAD_DIM + dim_D, exists, count, factor,
-        NUM_HEADS, HEAD_DIM, SPLITS,
-    )  # fmt: skip
+    if claimed_ptr is not None:
+        tl.store(claimed_ptr, 0, (tl.program_id(0) == 0) & (tl.program_id(1) == 0))
+    top = tl.load(tops_ptr + place, count > 0, 0.0)
+    total_D = tl.zeros([DIMS], tl.float32) + tl.load(totals_ptr + place, count > 0, 1.0)
+    sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D, count > 0, 0.0)
+    split_S = tl.arange(0, SPLITS)
+    for start in range(1, count, SPLITS):
+        # Beyond the last split there is nothing, which folds into no change.
+        exists_S = start + split_S < count
+        here_S = place + (start + split_S) * NUM_HEADS
+        top_S = tl.load(tops_ptr + here_S, exists_S, float("-inf"))
+        total_S = tl.load(totals_ptr + here_S, exists_S, 0.0)
+        # What ``_fold`` does, with the factors of all splits at once: a maximum is the same in any order.
+        new_S = tl.maximum(tl.associative_scan(top_S, 0, _greater), top)
+        before_S = tl.where(split_S == 0, top, tl.gather(new_S, tl.maximum(split_S - 1, 0), 0))
+        base_S = new_S * factor
+        left_S = tl.exp2(before_S * factor - base_S)
+        right_S = tl.exp2(top_S * factor - base_S)
+        for step in tl.static_range(SPLITS):
+            here = place + (start + step) * NUM_HEADS
+            sum2_D = tl.load(sums_ptr + here * HEAD_DIM + dim_D, start + step < count, 0.0)
+            step_D = tl.full([DIMS], step, tl.int32)
+            left_D, right_D = tl.gather(left_S, step_D, 0), tl.gather(right_S, step_D, 0)
+            total_D = total_D * left_D + tl.gather(total_S, step_D, 0) * right_D
+            sum_D = sum_D * left_D + sum2_D * right_D
+        top = tl.max(new_S, 0)
     out_offset = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    tl.store(out_ptr + out_offset + dim_D, (sum_D / total).to(out_ptr.dtype.element_ty), exists)
+    tl.store(out_ptr + out_offset + dim_D, (sum_D / total_D).to(out_ptr.dtype.element_ty), row >= 0)
+
+
+@triton.jit
+def _fold(top_R, total_R, sum_RD, top2_R, total2_R, sum2_RD, factor):
+    """Fold the split to the right (2) into what lies to its left; a split that a row does not reach changes nothing."""
+    new_R = tl.maximum(top_R, top2_R)
+    base_R = new_R * factor
+    left_R = tl.exp2(top_R * factor - base_R)
+    right_R = tl.exp2(top2_R * factor - base_R)
+    return new_R, total_R * left_R + total2_R * right_R, sum_RD * left_R[:, None] + sum2_RD * right_R[:, None]
 
 
 @triton.jit

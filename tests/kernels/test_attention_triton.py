@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 from oracles import dense_attention
+from paged.kernels import attention_hopper_decode
 from paged.kernels import attention_triton as attention_triton_module
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.attention_triton import attention_triton, positions_per_tile, unsupported
@@ -152,25 +153,11 @@ STEPS = [
 
 
 def check_step(lists: Lists, chunks: list[tuple[int, int, int]], padding: list[int], out: torch.Tensor) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_triton_module, "LAST_FOLDS", 0)
-        expected = torch.cat(lists.step.attend(chunks))
+    expected = torch.cat(lists.step.attend(chunks))
     assert torch.equal(out.cpu()[: len(expected)], expected)
     assert not out[padding].any()
 
 
-WAYS = {"second kernel": (0, False), "last folds": (40, False), "last folds, evenly": (40, True)}
-
-
-@pytest.fixture(params=WAYS)
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way that the splits of rows are shared and folded; none may touch a bit."""
-    last_folds, even = WAYS[request.param]
-    monkeypatch.setattr(attention_triton_module, "LAST_FOLDS", last_folds)
-    monkeypatch.setattr(attention_triton_module, "DECODE_EVEN", even)
-
-
-@pytest.mark.usefixtures("_way")
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 def test_work_is_read_from_the_device() -> None:
     """One set of lists of fixed length serves every step: the same numbers as lists of the step's own; zeros beside."""
@@ -181,25 +168,19 @@ def test_work_is_read_from_the_device() -> None:
         padding = lists.write(chunks)
         most = max(most, int(lists.tensors["num_items"]) * 2)
         check_step(lists, chunks, padding, lists.attend())
-    assert not attention_triton_module._arrived(torch.device("cpu"), 16).any()
     # Programs must have had to take a second and a third split.
     assert most > 3 * attention_triton_module._decode_programs(torch.device("cpu"))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-@pytest.mark.parametrize("programs", [1, 10, 1000])
-@pytest.mark.parametrize("way", WAYS)
-def test_any_number_of_programs_gives_the_same(monkeypatch: pytest.MonkeyPatch, programs: int, way: str) -> None:
+@pytest.mark.parametrize("programs", [1, 7, 1000])
+def test_any_number_of_programs_gives_the_same(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     step = Step([300, 65, 800], 4, 2, 16, 16, torch.float16, "cpu", seed=0)
     chunks = [(0, 299, 1), (1, 30, 1), (2, 799, 1)]
     expected = step.attend(chunks)
     monkeypatch.setattr(attention_triton_module, "_decode_programs", lambda device: programs)
-    monkeypatch.setattr(attention_triton_module, "LAST_FOLDS", WAYS[way][0])
-    monkeypatch.setattr(attention_triton_module, "DECODE_EVEN", WAYS[way][1])
     for ours, theirs in zip(step.attend(chunks), expected, strict=True):
         assert torch.equal(ours, theirs)
-    # Each split was done once: 14 of them shared evenly by 10 programs are 7 programs' with 2 each.
-    assert not attention_triton_module._arrived(torch.device("cpu"), 8).any()
 
 
 def test_reasons_to_refuse() -> None:
@@ -231,7 +212,6 @@ def test_positions_per_tile(heads: int, kv_heads: int, head_dim: int, expected: 
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_way")
 @pytest.mark.skipif(not ON_CARD, reason="needs a card")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 2, 64), (16, 8, 32)])
@@ -251,6 +231,33 @@ def test_a_graph_replays_steps_that_it_did_not_see(
         out.fill_(torch.nan)
         graph.replay()
         check_step(lists, chunks, padding, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_CARD or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(32, 8, 128, 16), (2, 2, 128, 7), (16, 2, 64, 256), (6, 2, 64, 1), (32, 2, 128, 64)],
+)
+@pytest.mark.parametrize(("stages", "programs_per_sm"), [(3, 2), (6, 1), (2, 1)])
+def test_decode_on_hopper_has_the_bits_of_the_triton_kernel(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int,
+    stages: int, programs_per_sm: int,
+) -> None:  # fmt: skip
+    """Also where programs take several splits each, and call after call: what they claimed is given back."""
+    step = Step([1, 63, 64, 65, 255, 256, 257, 700, 3000], heads, kv_heads, head_dim, block_size, dtype, "cuda", seed=2)
+    chunks = [(i, len(step.q[i]) - 1, 1) for i in range(9)] + [(8, position, 1) for position in range(2000, 3000, 16)]
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_triton_module, "suits_hopper_decode", lambda q, cache, numerics: False)
+        expected = torch.cat(step.attend(chunks))
+    assert expected.isfinite().all()
+    monkeypatch.setattr(attention_hopper_decode, "STAGES", stages)
+    monkeypatch.setattr(attention_hopper_decode, "PROGRAMS_PER_SM", programs_per_sm)
+    assert sum(-(-(start + 1) // INVARIANT.kv_split) for _, start, _ in chunks) * kv_heads > 3 * 2 * 132
+    for _ in range(3):
+        assert torch.equal(torch.cat(step.attend(chunks)), expected)
+        assert int(attention_hopper_decode.claimed(step.cache.key.device)) == 0
 
 
 @pytest.mark.gpu
