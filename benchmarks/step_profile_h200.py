@@ -43,7 +43,7 @@ KINDS = ("gemm", "attention", "rowwise", "sampling", "copies", "other")
 # Modules of kernels by the kind of what they compute.
 MODULES = {
     "gemm": ("gemm", "moe_triton"),
-    "attention": ("attention_hopper", "attention_triton", "kv_cache_triton"),
+    "attention": ("attention_hopper", "attention_hopper_decode", "attention_triton", "kv_cache_triton"),
     "rowwise": ("rowwise_triton",),
     "sampling": ("sampling_triton",),
 }
