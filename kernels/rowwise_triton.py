@@ -142,7 +142,7 @@ def _norm_rope(
     k_out: torch.Tensor,
     stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """The queries; keys go to ``k_out``: row by row, or with ``stored``, values, their cache and cells, cell by cell."""
+    """The queries; keys go to ``k_out``: row by row, or cell by cell with ``stored``: values, their cache, cells."""
     num_rows, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_TKD.shape[1]
     assert k_TKD.shape[::2] == (num_rows, head_dim), (q_THD.shape, k_TKD.shape)
