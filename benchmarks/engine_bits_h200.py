@@ -1,6 +1,7 @@
 """The whole engine's bits on one card: a victim among random companions, in random engines, against itself alone.
 
-    python benchmarks/engine_bits_h200.py [--configs 510] [--seconds N] [--plant fast] [--json FILE]
+    python benchmarks/engine_bits_h200.py [--configs 510] [--seconds N] [--jobs 6] [--plant fast]
+        [--json FILE]
     python benchmarks/engine_bits_h200.py --device cpu --small --configs 24
 
 Models with random bf16 weights: Qwen3-0.6B, four layers of Qwen3-8B's width, two of OLMoE's. Each victim runs alone on
@@ -15,12 +16,15 @@ hangs on the neighbours.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -216,6 +220,16 @@ class Tally:
     met: Counter[str] = field(default_factory=Counter)
     rows: set[int] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
+
+    def take_in(self, other: Tally) -> None:
+        """Add what another one has counted."""
+        self.configs += other.configs
+        self.compared += other.compared
+        self.differing += other.differing
+        self.logits += other.logits
+        self.met += other.met
+        self.rows |= other.rows
+        self.failures += other.failures
 
     def add_values(self, ours: Sequence[float], expected: Sequence[float]) -> None:
         """Compare token ids, or numbers to the bit; what one side lacks differs."""
@@ -421,29 +435,43 @@ def fuzz_engine(
     )
 
 
-def fuzz(options: argparse.Namespace) -> Tally:
-    """All models in all engines."""
-    tally = Tally()
-    specs = model_specs(options.small)
-    num_engines = 4 if options.small else len(ENGINES)
-    start_s, share_s = time.perf_counter(), options.seconds / len(specs)
-    for number, (name, spec) in enumerate(specs.items()):
-        rng = random.Random(number)
-        began, before = time.perf_counter(), replace(tally)
-        victims = make_victims(spec, SMALL if options.small else Scale(), options.device, rng)
+def fuzz_part(options: argparse.Namespace, number: int, index: int) -> Tally:
+    """Configurations of one model in one engine; a process draws a model's victims once."""
+    name, spec = list(model_specs(options.small).items())[number]
+    victims = _victims.get(name)
+    if victims is None:
+        began = time.perf_counter()
+        victims = make_victims(spec, SMALL if options.small else Scale(), options.device, random.Random(number))
+        _victims[name] = victims
         print(f"{name}: {len(victims)} victims alone in {time.perf_counter() - began:.1f} s", flush=True)
-        for index in range(num_engines):
-            stop_s = start_s + share_s * (number + (index + 1) / num_engines)
-            # What remains is shared evenly among the engines to come.
-            remaining = options.configs * (number + 1) // len(specs) - tally.configs
-            limits = (-(-remaining // (num_engines - index)), stop_s)
-            fuzz_engine(index, spec, victims, options, tally, limits, rng)
-        print(
-            f"{name}: {tally.configs - before.configs} configurations, {tally.compared - before.compared:,} elements, "
-            f"{tally.differing - before.differing} differ, {time.perf_counter() - began:.1f} s",
-            flush=True,
-        )
+    tally, num_parts = Tally(), len(parts(options.small))
+    stop_s = time.perf_counter() + options.seconds * options.jobs / num_parts
+    limits = (-(-options.configs // num_parts), stop_s)
+    fuzz_engine(index, spec, victims, options, tally, limits, random.Random(f"{number} {index}"))
     return tally
+
+
+# What each model's victims give alone, for the parts that one process computes.
+_victims: dict[str, list[Victim]] = {}
+
+
+def parts(small: bool) -> list[tuple[int, int]]:
+    """Models and engines by number."""
+    return list(itertools.product(range(len(model_specs(small))), range(4 if small else len(ENGINES))))
+
+
+def fuzz(options: argparse.Namespace) -> Tally:
+    """All models in all engines, in as many processes as wished."""
+    if options.jobs == 1:
+        tallies = [fuzz_part(options, *part) for part in parts(options.small)]
+    else:
+        # Most of the time the host builds kernels and graphs; the card has room for several engines.
+        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            tallies = list(pool.map(fuzz_part, *zip(*((options, *part) for part in parts(options.small)), strict=True)))
+    total = Tally()
+    for tally in tallies:
+        total.take_in(tally)
+    return total
 
 
 def pressures(small: bool) -> list[str]:
@@ -556,6 +584,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", type=int, default=510)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop fuzzing after about so long")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the card")
     parser.add_argument("--plant", choices=("fast", "results"), help="a fault that must be found")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true")

@@ -114,7 +114,8 @@ class BatchLayout:
             device: where the model runs.
             table_rows: the row of ``block_tables`` of each sequence; by default row b is sequence b's, and there are no
                 others.
-            upload: brings an array to the device as a tensor of its own, now and for what is derived later. By default
+            upload: brings an array to the device, now and for what is derived later; the caller leaves an array that it
+                gives alone until the layout is done with, as the tensor may share its memory on a CPU. By default
                 a transfer that the host waits for.
         """
         if upload is None:

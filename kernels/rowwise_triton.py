@@ -1,8 +1,8 @@
 """Kernels that work row by row on a CUDA device: norm, residual sum and norm, norm and rotation of heads, gated SiLU.
 
-Contract: those of ``paged.kernels.norm``, ``rope`` and ``activation``, with their rounding points; sums in fp32. A row
-is one program's (of ``norm_rope``, a token's eight heads), whose block and warps hang on the row's width alone, so its
-bits know no neighbours and no batch. For bf16, fp16 and fp32.
+Contract: those of ``paged.kernels.norm``, ``rope``, ``heads`` and ``activation``, with their rounding points; sums in
+fp32. A row is one program's (of ``norm_rope``, eight of a token's heads), whose block and warps hang on the row's width
+alone, so its bits know no neighbours and no batch. For bf16, fp16 and fp32.
 """
 
 from __future__ import annotations
@@ -102,6 +102,47 @@ def norm_rope(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``paged.kernels.rope.norm_rope``."""
+    k_out_TKD = torch.empty_like(k_TKD, memory_format=torch.contiguous_format)
+    q_out_THD = _norm_rope(q_THD, k_TKD, cos_TD, sin_TD, q_weight_D, k_weight_D, eps, k_out_TKD, None)
+    return q_out_THD, k_out_TKD
+
+
+def norm_rope_store(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
+    eps: float,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cell_T: torch.Tensor,
+) -> torch.Tensor:
+    """As ``paged.kernels.heads.norm_rope_store``, for caches [num_blocks, block_size, K, D] without scales."""
+    assert v_TKD.shape == k_TKD.shape, (v_TKD.shape, k_TKD.shape)
+    assert v_TKD.dtype == k_TKD.dtype, (v_TKD.dtype, k_TKD.dtype)
+    assert v_TKD.stride(2) == 1, v_TKD.stride()
+    assert key_cache.shape[2:] == value_cache.shape[2:] == k_TKD.shape[1:], (key_cache.shape, k_TKD.shape)
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()  # noqa: PT018
+    assert cell_T.shape == k_TKD.shape[:1], (cell_T.shape, k_TKD.shape)
+    stored = v_TKD, value_cache, cell_T
+    return _norm_rope(q_THD, k_TKD, cos_TD, sin_TD, q_weight_D, k_weight_D, eps, key_cache, stored)
+
+
+def _norm_rope(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
+    eps: float,
+    k_out: torch.Tensor,
+    stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """The queries; keys go to ``k_out``: row by row, or cell by cell with ``stored``: values, their cache, cells."""
     num_rows, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_TKD.shape[1]
     assert k_TKD.shape[::2] == (num_rows, head_dim), (q_THD.shape, k_TKD.shape)
@@ -113,22 +154,30 @@ def norm_rope(
     assert q_THD.stride(2) == k_TKD.stride(2) == 1, (q_THD.stride(), k_TKD.stride())
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous()  # noqa: PT018
     q_THD, k_TKD = _aligned(q_THD), _aligned(k_TKD)
-    q_out_THD, k_out_TKD = q_THD.new_empty(q_THD.shape), k_TKD.new_empty(k_TKD.shape)
-    _norm_rope_kernel[(num_rows, triton.cdiv(num_heads + num_kv_heads, _HEADS_PER_PROGRAM))](
+    q_out_THD = q_THD.new_empty(q_THD.shape)
+    v_TKD, v_out, cell_T = stored or (None, None, None)
+    num_written = num_heads + num_kv_heads * (1 if stored is None else 2)
+    _norm_rope_kernel[(num_rows, triton.cdiv(num_written, _HEADS_PER_PROGRAM))](
         q_THD,
         k_TKD,
+        v_TKD,
         cos_TD,
         sin_TD,
         q_weight_D,
         k_weight_D,
+        cell_T,
         q_out_THD,
-        k_out_TKD,
+        k_out,
+        v_out,
         num_heads,
         num_kv_heads,
+        num_written,
         q_THD.stride(0),
         q_THD.stride(1),
         k_TKD.stride(0),
         k_TKD.stride(1),
+        0 if v_TKD is None else v_TKD.stride(0),
+        0 if v_TKD is None else v_TKD.stride(1),
         eps,
         HALF=head_dim // 2,
         BLOCK=triton.next_power_of_2(head_dim // 2),
@@ -137,7 +186,7 @@ def norm_rope(
         num_warps=4,
         **options(q_THD),
     )
-    return q_out_THD, k_out_TKD
+    return q_out_THD
 
 
 def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
@@ -230,40 +279,52 @@ def _rms_norm_kernel(
 def _norm_rope_kernel(
     q_pointer,
     k_pointer,
+    v_pointer,
     cos_pointer,
     sin_pointer,
     q_weight_pointer,
     k_weight_pointer,
+    cell_pointer,
     q_out_pointer,
     k_out_pointer,
+    v_out_pointer,
     num_heads,
     num_kv_heads,
+    num_written,
     q_row_stride,
     q_head_stride,
     k_row_stride,
     k_head_stride,
+    v_row_stride,
+    v_head_stride,
     eps,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some heads of one token: the query's first, then the keys'."""
+    """Some heads of one token: the query's first, then the keys', then, if they are stored, the values' as they are."""
     row = tl.program_id(0).to(tl.int64)
     head_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half_B = tl.arange(0, BLOCK)
     is_q_H = head_H < num_heads
     kv_head_H = head_H - num_heads
-    mask_HB = (head_H < num_heads + num_kv_heads)[:, None] & (half_B < HALF)[None, :]
+    mask_HB = (head_H < num_written)[:, None] & (half_B < HALF)[None, :]
     dtype = q_out_pointer.dtype.element_ty
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     q_H = q_pointer + row * q_row_stride + head_H * q_head_stride
-    k_H = k_pointer + row * k_row_stride + kv_head_H * k_head_stride
-    x_HB = tl.where(is_q_H, q_H, k_H)[:, None] + half_B[None, :]
-    first_HB = tl.load(x_HB, mask=mask_HB, other=0.0).to(tl.float32)
-    second_HB = tl.load(x_HB + HALF, mask=mask_HB, other=0.0).to(tl.float32)
+    kv_H = k_pointer + row * k_row_stride + kv_head_H * k_head_stride
+    is_v_H = head_H >= num_heads + num_kv_heads
+    if v_pointer is not None:
+        v_H = v_pointer + row * v_row_stride + (kv_head_H - num_kv_heads) * v_head_stride
+        kv_H = tl.where(is_v_H, v_H, kv_H)
+    x_HB = tl.where(is_q_H, q_H, kv_H)[:, None] + half_B[None, :]
+    value_first_HB = tl.load(x_HB, mask=mask_HB, other=0.0)
+    value_second_HB = tl.load(x_HB + HALF, mask=mask_HB, other=0.0)
+    first_HB = value_first_HB.to(tl.float32)
+    second_HB = value_second_HB.to(tl.float32)
     if q_weight_pointer is not None:
         weight_HB = tl.where(is_q_H, q_weight_pointer, k_weight_pointer)[:, None] + half_B[None, :]
         squares_HB = first_HB * first_HB + second_HB * second_HB
@@ -277,11 +338,27 @@ def _norm_rope_kernel(
     # Each product is rounded before the sum.
     turned_HB = (first_HB * cos_1B).to(dtype).to(tl.float32) - (second_HB * sin_1B).to(dtype).to(tl.float32)
     turned_second_HB = (second_HB * cos_1B).to(dtype).to(tl.float32) + (first_HB * sin_1B).to(dtype).to(tl.float32)
+    out_HB = turned_HB.to(dtype)
+    out_second_HB = turned_second_HB.to(dtype)
     q_out_H = q_out_pointer + (row * num_heads + head_H) * (2 * HALF)
-    k_out_H = k_out_pointer + (row * num_kv_heads + kv_head_H) * (2 * HALF)
-    out_HB = tl.where(is_q_H, q_out_H, k_out_H)[:, None] + half_B[None, :]
-    tl.store(out_HB, turned_HB.to(dtype), mask=mask_HB)
-    tl.store(out_HB + HALF, turned_second_HB.to(dtype), mask=mask_HB)
+    if v_pointer is None:
+        k_out_H = k_out_pointer + (row * num_kv_heads + kv_head_H) * (2 * HALF)
+        place_HB = tl.where(is_q_H, q_out_H, k_out_H)[:, None] + half_B[None, :]
+        tl.store(place_HB, out_HB, mask=mask_HB)
+        tl.store(place_HB + HALF, out_second_HB, mask=mask_HB)
+    else:
+        place_HB = q_out_H[:, None] + half_B[None, :]
+        tl.store(place_HB, out_HB, mask=mask_HB & is_q_H[:, None])
+        tl.store(place_HB + HALF, out_second_HB, mask=mask_HB & is_q_H[:, None])
+        cell = tl.load(cell_pointer + row)
+        k_out_H = k_out_pointer + (cell * num_kv_heads + kv_head_H) * (2 * HALF)
+        v_out_H = v_out_pointer + (cell * num_kv_heads + kv_head_H - num_kv_heads) * (2 * HALF)
+        place_HB = tl.where(is_v_H, v_out_H, k_out_H)[:, None] + half_B[None, :]
+        is_stored_HB = mask_HB & (~is_q_H)[:, None] & (cell >= 0)
+        is_v_H1 = is_v_H[:, None]
+        cached = k_out_pointer.dtype.element_ty
+        tl.store(place_HB, tl.where(is_v_H1, value_first_HB, out_HB).to(cached), mask=is_stored_HB)
+        tl.store(place_HB + HALF, tl.where(is_v_H1, value_second_HB, out_second_HB).to(cached), mask=is_stored_HB)
 
 
 @triton.jit

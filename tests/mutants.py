@@ -27,6 +27,7 @@ from paged.core.scheduler import Commit, Scheduler
 from paged.core.sequence import Sequence as Seq
 from paged.core.sequence import Status
 from paged.kernels import attention as attention_module
+from paged.kernels import heads as heads_module
 from paged.kernels import kv_cache as kv_cache_module
 from paged.kernels import linear as linear_module
 from paged.kernels import sampling as sampling_module
@@ -101,7 +102,7 @@ def cell_ignores_the_offset(fault: Fault) -> None:
 
 
 def key_heads_flipped(fault: Fault) -> None:
-    @fault.replaces(layers_module, "store")
+    @fault.replaces(heads_module, "store")
     def store(original: Any, cache: Any, key_TKD: Tensor, value_TKD: Tensor, cell_T: Tensor) -> None:
         fault.reach()
         original(cache, key_TKD.flip(1), value_TKD, cell_T)

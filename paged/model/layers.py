@@ -21,12 +21,12 @@ from paged.core.model_spec import ModelSpec
 from paged.kernels.activation import silu_mul
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.kv_cache import LayerCache, store
+from paged.kernels.heads import norm_rope_store
+from paged.kernels.kv_cache import LayerCache
 from paged.kernels.linear import head_logits, linear
 from paged.kernels.moe import route, run_experts
 from paged.kernels.norm import add_rms_norm, rms_norm, scale_rows, sum_of_squares
 from paged.kernels.numerics import Numerics
-from paged.kernels.rope import norm_rope
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -219,16 +219,18 @@ class Attention(nn.Module):
                 q, k = self.qk_norm(q, k)
         if spec.clip_qkv is not None:
             q, k, v = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q, k, v))
-        q_THD, k_TKD = norm_rope(
+        q_THD = norm_rope_store(
             q.reshape(num_rows, -1, spec.head_dim),
             k.reshape(num_rows, -1, spec.head_dim),
+            v.reshape(num_rows, -1, spec.head_dim),
             cos_TD,
             sin_TD,
             q_weight_D,
             k_weight_D,
             spec.rms_norm_eps,
+            cache,
+            layout.cells_T,
         )
-        store(cache, k_TKD, v.reshape(num_rows, -1, spec.head_dim), layout.cells_T)
         out_THD: torch.Tensor = self.heads(q_THD, cache, layout)
         projected_TN: torch.Tensor = self.output(out_THD.flatten(1))
         return projected_TN

@@ -17,6 +17,8 @@ from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.products import prepare_products
 from paged.runner.runner import SCORE_ROWS
+from paged.runner.slots import table_bytes
+from paged.runner.step_graphs import can_graph
 
 MOST_CONTEXT_BYTES: Final = GIB
 """What a process's context and libraries take of a card before it has computed anything: less than this."""
@@ -77,6 +79,7 @@ class MemoryProfile:
         activation_bytes: the most that a step takes for moments: activations, logits, sampling, libraries' workspaces.
         context_bytes: what the context and libraries hold outside torch's allocator.
         graph_bytes: the memory of their own that CUDA graphs keep.
+        table_bytes: the tables of all slots.
     """
 
     device_bytes: int
@@ -84,10 +87,11 @@ class MemoryProfile:
     activation_bytes: int
     context_bytes: int
     graph_bytes: int
+    table_bytes: int
 
     def pool_bytes(self, utilization: float) -> int:
         """What is left for the cache if ``utilization`` of the card may be used; negative if the rest is too much."""
-        other_bytes = self.activation_bytes + self.context_bytes + self.graph_bytes
+        other_bytes = self.activation_bytes + self.context_bytes + self.graph_bytes + self.table_bytes
         return kv_budget_bytes(self.device_bytes, utilization, self.weights_bytes, other_bytes)
 
 
@@ -159,7 +163,11 @@ def measure_profile(
         device: the card.
     """
     loaded = CardMemory.read(device)
-    step_bytes, decode_bytes = _step_bytes(decoder, kv_dtype, limits, device)
+    # Where keys and values lie is no matter: one block serves all.
+    cache = KVCache(decoder.local_spec, 1, limits.block_size, dtype=kv_dtype, device=device)
+    step_bytes, decode_bytes = _step_bytes(decoder, cache, limits)
+    makes_graphs = can_graph(decoder, cache)
+    del cache
     torch.cuda.empty_cache()
     after = CardMemory.read(device)
     return MemoryProfile(
@@ -169,14 +177,14 @@ def measure_profile(
         activation_bytes=max(step_bytes, decode_bytes) + after.allocated - loaded.allocated,
         context_bytes=before.context(after),
         # A step of any size may be a graph, and is launched plainly before it becomes one.
-        graph_bytes=max(step_bytes, decode_bytes),
+        graph_bytes=max(step_bytes, decode_bytes) if makes_graphs else 0,
+        table_bytes=table_bytes(limits.max_num_seqs, limits.max_seq_len, limits.block_size),
     )
 
 
-def _step_bytes(decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, device: torch.device) -> tuple[int, int]:
+def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[int, int]:
     """The most that tensors take during the largest step, and the largest of decodes, beside those that were there."""
-    # Where keys and values lie is no matter: one block serves all.
-    cache = KVCache(decoder.local_spec, 1, limits.block_size, dtype=kv_dtype, device=device)
+    device = cache.device
     prepare_products(decoder, cache, limits.max_step_tokens, limits.num_logits)
     peaks = []
     for starts, lengths in (limits.chunks(), limits.decodes()):

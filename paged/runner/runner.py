@@ -154,11 +154,11 @@ class TorchRunner:
     def submit(self, plan: StepPlan) -> None:
         """Hand ``plan`` to the device; its result waits for ``collect``."""
         assert plan.weight_version == self.weight_version, (plan.weight_version, self.weight_version)
-        timer = self._clock.start()
+        timer = self._clock.start(is_idle=not self._steps)
         self.slots.apply(plan)
         rows = [row for row, logits in enumerate(plan.logits) if logits & SAMPLE]
         states = [self.slots.state(plan.slots[row]) for row in rows]
-        asks = int(np.bitwise_or.reduce(self.slots.asks_S[[plan.slots[row] for row in rows]], initial=0))
+        asks = self.slots.asks([plan.slots[row] for row in rows])
         scores = any(logits & SCORE for logits in plan.logits)
         graphs = None if scores else self.graphs
         if graphs is not None and graphs.compute(plan, rows):
@@ -289,7 +289,7 @@ class TorchRunner:
         """Draw the next token of the plan rows ``rows``, whose raw logits are given in the same order."""
         slots = [plan.slots[row] for row in rows]
         states = [self.slots.state(slot) for slot in slots]
-        asks = int(np.bitwise_or.reduce(self.slots.asks_S[slots], initial=0))
+        asks = self.slots.asks(slots)
         position_R = self._index([plan.starts[row] + plan.lengths[row] for row in rows])
         columns = self.slots.columns(self._index(slots), position_R, asks)
         if asks & Asks.ADJUSTED:

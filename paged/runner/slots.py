@@ -79,7 +79,6 @@ class SlotTables:
     Attributes:
         tokens_SP: int32 [S + 1, max_seq_len + 1], known and sampled tokens.
         blocks_SN: int32 [S + 1, most blocks], block tables.
-        asks_S: on the host, ``Asks`` of each slot.
         padding_slot: the slot of rows that pad a step; it stays empty.
     """
 
@@ -105,7 +104,7 @@ class SlotTables:
         self.blocks_SN = torch.zeros((num_slots, -(-max_seq_len // block_size)), dtype=torch.int32, device=device)
         # Temperature, seed, top_k, top_p and min_p, fractions as the bits of a float64.
         self._sampling_5S = torch.zeros((5, num_slots), dtype=torch.int64, device=device)
-        self.asks_S = np.zeros(num_slots, dtype=np.uint8)
+        self._asks_S = np.zeros(num_slots, dtype=np.uint8)
         self._states: list[SlotState | None] = [None] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
 
@@ -123,6 +122,10 @@ class SlotTables:
     def clear(self) -> None:
         """Empty all slots."""
         self._states = [None] * len(self._states)
+
+    def asks(self, slots: Sequence[int]) -> int:
+        """``Asks`` of which some of the slots has some."""
+        return int(np.bitwise_or.reduce(self._asks_S[slots], initial=0))
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the slots up to the plan."""
@@ -148,7 +151,7 @@ class SlotTables:
             self._states[slot] = self._state_of(started)
             # Truncation keeps the likeliest token, so a greedy row has no use for it.
             params = UNTRUNCATED if request.params.is_greedy else request.params
-            self.asks_S[slot] = _asks(request.params, params)
+            self._asks_S[slot] = _asks(request.params, params)
             columns.append((params.temperature, request.seed, params.top_k, params.top_p, params.min_p))
         temperature, seed, top_k, top_p, min_p = zip(*columns, strict=True)
         values = np.stack(
@@ -186,6 +189,7 @@ class SlotTables:
         if not rows:
             return
         width = table.shape[1]
+        assert all(column + len(values) <= width for _, column, values in rows), "a row of a table is too short"
         places = [np.arange(row * width + column, row * width + column + len(values)) for row, column, values in rows]
         values = np.concatenate([np.asarray(values, dtype=np.int64) for _, _, values in rows])
         sent = upload(np.stack((np.concatenate(places), values)), self.device)
@@ -222,6 +226,11 @@ class SlotTables:
             top_p_R=top_p_R.view(torch.float64) if asks & Asks.TOP_P else None,
             min_p_R=min_p_R.view(torch.float64) if asks & Asks.MIN_P else None,
         )
+
+
+def table_bytes(max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
+    """What the tables of tokens and blocks take on the device."""
+    return 4 * (max_num_seqs + 1) * (max_seq_len + 1 + -(-max_seq_len // block_size))
 
 
 def _asks(params: SamplingParams, drawn: SamplingParams) -> Asks:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from paged.core.plan import StepPlan
+from paged.interrupts import DeferredInterrupt
 from paged.kernels.batch_layout import (
     BatchLayout,
     ChunkTiles,
@@ -79,10 +80,11 @@ class StepGraphs:
         self._num_kv_heads, self._num_programs = spec.num_kv_heads, programs_at_once(*attended)
         self._most_split_rows = most_split_rows(self._num_kv_heads, self._num_programs)
         self._sizes = [*SMALL_SIZES, *gated_rows(max_step_tokens)]
-        # Without shared blocks no more splits can be full than the pool has room for; what has more is no graph.
+        # No more splits can be full than the pool has room for, unless blocks are shared: then up to four times.
         most_splits = -(-slots.tokens_SP.shape[1] // self._split)
         pool_splits = cache.num_blocks * cache.block_size // self._split + num_slots
-        self._most_items = min(num_slots * most_splits, 2 * pool_splits)
+        most_items = num_slots + min(num_slots, self._most_split_rows) * most_splits
+        self._most_items = min(most_items, 4 * pool_splits)
         self._num_slots = num_slots
         # Sizes of what the inputs hold, in 32-bit words: the first part has a fixed place in all graphs.
         self._counts = slice(0, 4)
@@ -101,25 +103,21 @@ class StepGraphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._recorder: _Recorder | None = None
         self._num_rows = self._num_sampled = 0
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The numbers of rows that steps are padded to."""
-        return self._sizes
+        self._has_warned = False
 
     def capture_decodes(self) -> None:
         """Make the graphs of steps of decodes, about as long as each other, that ask for nothing but a temperature."""
-        self._inputs.zero_()
         padding = self._slots.padding_slot
-        self._inputs[self._slot] = padding
-        self._inputs[self._decoded] = -1
         for size in reversed(self._sizes[: self._size_index(self._num_slots) + 1]):
+            self._inputs.zero_()
+            self._inputs[self._slot] = padding
+            self._inputs[self._decoded] = -1
             self._inputs[self._front : self._front + size] = padding
             self._run_compute(size, has_chunks=False, has_splits=size <= self._most_split_rows)
             self._run(("sample", size, 0), partial(self._sample, size, 0))
 
     def compute(self, plan: StepPlan, rows: Sequence[int]) -> bool:
-        """Run the network over a plan's rows; False, and nothing is done, if the step is too large for a graph.
+        """Run the network over a plan's rows; False, and nothing is done, if its keys are too many for a graph.
 
         Args:
             plan: without scores of prompts.
@@ -130,8 +128,7 @@ class StepGraphs:
         )
         ends = np.cumsum(lengths, dtype=np.int32)
         num_tokens = int(ends[-1])
-        if num_tokens > self._sizes[-1]:
-            return False
+        assert num_tokens <= self._sizes[-1], (num_tokens, self._sizes[-1])
         size = self._sizes[self._size_index(num_tokens)]
         offsets = ends - lengths
         has_chunks = num_tokens > len(slots)
@@ -145,6 +142,11 @@ class StepGraphs:
             num_programs=self._num_programs,
         )
         if len(items_I4) > self._most_items:
+            if not self._has_warned:
+                _LOG.warning(
+                    "steps are launched one by one while they read more than %d keys", self._most_items * self._split
+                )
+            self._has_warned = True
             return False
         tiles_N4 = items_I4[:0]
         if has_chunks:
@@ -288,7 +290,7 @@ class _Recorder:
         """The graph of what ``work`` launches, which is not done; its kernels must have been built."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with DeferredInterrupt(), torch.cuda.stream(self._stream):
             # Other threads may go on with what they do.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ def download_all(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(download(tensor) for tensor in tensors)
 
 
+# Without work for so long the clock is set by the host's: a float of milliseconds still tells microseconds then.
+MOST_IDLE_S: Final = 10.0
+
+
 class StepTimer:
     """When a step began and ended on the device; made by ``DeviceClock.start``."""
 
@@ -61,7 +66,8 @@ class StepTimer:
 class DeviceClock:
     """The device's time as seconds of ``time.perf_counter``.
 
-    A card tells how much time lies between two events, in a short float, so each is dated by the one before it.
+    A card tells how much time lies between two events, in a short float, so each is dated by the one before it, and
+    after a while without work a new one by the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,9 +75,10 @@ class DeviceClock:
         self._last: torch.cuda.Event | None = None
         self._last_s = 0.0
 
-    def start(self) -> StepTimer:
-        """A step's work is about to be handed to the device."""
-        if self._device.type == "cuda" and self._last is None:
+    def start(self, *, is_idle: bool) -> StepTimer:
+        """A step's work is about to be handed to the device; ``is_idle`` says that no other step is in flight."""
+        is_stale = is_idle and time.perf_counter() - self._last_s > MOST_IDLE_S
+        if self._device.type == "cuda" and (self._last is None or is_stale):
             self._last = torch.cuda.Event(enable_timing=True)
             self._last.record()
             self._last.synchronize()

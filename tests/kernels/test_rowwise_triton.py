@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from paged.kernels import activation, norm, rope, rowwise_triton
+from paged.kernels.kv_cache_triton import store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
@@ -80,6 +81,31 @@ def test_heads(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has
         q_only, k_same = rowwise_triton.norm_rope(*here, 1e-6)
         assert not q_only.any()
         assert torch.equal(k_same, got[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (10, 1, 80), (3, 3, 32)])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("cache_dtype", [None, torch.float32])
+def test_heads_on_their_way_to_the_cache(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has_norm: bool, cache_dtype: torch.dtype | None
+) -> None:
+    """One kernel gives what norm, rotation and storage give; a row without a cell is stored nowhere."""
+    qkv = numbers(6, heads + 2 * kv_heads, head_dim, dtype=dtype).to(DEVICE)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    weights = [numbers(head_dim, seed=seed, dtype=dtype).to(DEVICE) if has_norm else None for seed in (1, 2)]
+    cos, sin = rope.rope_tables(100, head_dim, 1e4, dtype=dtype, device=DEVICE)
+    arguments = [cos[50:56], sin[50:56], *weights, 1e-6]
+    cell_T = torch.tensor([7, 0, -1, 11, 3, 8], device=DEVICE)
+    shape = (3, 4, kv_heads, head_dim)
+    caches = [torch.full(shape, -5.0, dtype=cache_dtype or dtype, device=DEVICE) for _ in range(4)]
+    expected_q, turned_k = rowwise_triton.norm_rope(q, k, *arguments)
+    store_triton(*caches[:2], turned_k, v, cell_T)
+    got_q = rowwise_triton.norm_rope_store(q, k, v, *arguments, *caches[2:], cell_T)
+    assert torch.equal(got_q, expected_q)
+    assert torch.equal(caches[2], caches[0])
+    assert torch.equal(caches[3], caches[1])
+    assert (caches[2] == -5.0).all(-1).all(-1).sum() == 12 - 5, "five rows are stored"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

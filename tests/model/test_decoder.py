@@ -11,10 +11,10 @@ import torch
 
 from oracles import ContiguousDecoder, random_qwen3_folder, raw_greedy, raw_logits, read_folder
 from paged.core.model_spec import ModelSpec
+from paged.kernels import heads
 from paged.kernels.attention import BatchLayout
 from paged.kernels.kv_cache import FP8, LayerCache
 from paged.kernels.numerics import Numerics
-from paged.model import layers
 from paged.model.checkpoint import load_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
@@ -233,12 +233,12 @@ def test_an_fp8_cache_needs_its_scales(folder: Path, monkeypatch: pytest.MonkeyP
     assert scaled.max() < 0.4
     assert scaled.mean() < 0.06
 
-    store = layers.store
+    store = heads.store
 
     def store_unscaled(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         store(cache, k.clamp(-448, 448).to(FP8).to(k.dtype), v.clamp(-448, 448).to(FP8).to(v.dtype), slots)
 
-    monkeypatch.setattr(layers, "store", store_unscaled)
+    monkeypatch.setattr(heads, "store", store_unscaled)
     assert (score(decoder, text) - exact).abs().mean() > 10 * scaled.mean()
 
 

@@ -7,6 +7,7 @@ import torch
 
 from paged.core.memory import GIB
 from paged.engine_config import EngineConfig
+from paged.runner import memory_profile
 from paged.runner.kv_cache import KVCache
 from paged.runner.memory_profile import (
     MOST_CONTEXT_BYTES,
@@ -21,7 +22,9 @@ from tests.engine_tools import SPEC, VOCAB, random_decoder
 
 CPU = torch.device("cpu")
 MIB = 2**20
-PROFILE = MemoryProfile(device_bytes=1000, weights_bytes=300, activation_bytes=50, context_bytes=40, graph_bytes=10)
+PROFILE = MemoryProfile(
+    device_bytes=1000, weights_bytes=300, activation_bytes=50, context_bytes=40, graph_bytes=10, table_bytes=2
+)
 LIMITS = StepLimits(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, max_seq_len=100, pool_tokens=1000)
 
 
@@ -30,12 +33,12 @@ def card(*, free: int, reserved: int = 0, allocated: int = 0) -> CardMemory:
 
 
 def test_the_pool_is_what_all_else_leaves_of_the_share() -> None:
-    assert PROFILE.pool_bytes(1.0) == 600
-    assert PROFILE.pool_bytes(0.9) == 500
-    assert PROFILE.pool_bytes(0.3) == -100
-    for name in ("weights_bytes", "activation_bytes", "context_bytes", "graph_bytes"):
+    assert PROFILE.pool_bytes(1.0) == 598
+    assert PROFILE.pool_bytes(0.9) == 498
+    assert PROFILE.pool_bytes(0.3) == -102
+    for name in ("weights_bytes", "activation_bytes", "context_bytes", "graph_bytes", "table_bytes"):
         more = replace(PROFILE, **{name: getattr(PROFILE, name) + 7})
-        assert more.pool_bytes(0.9) == 493, name
+        assert more.pool_bytes(0.9) == 491, name
 
 
 def test_a_card_of_ones_own_has_a_context_and_no_others() -> None:
@@ -105,8 +108,12 @@ class FakeCard:
         return self.allocated - 16 * MIB + self.peaks.pop(0)
 
 
-def test_a_profile_is_made_of_what_the_card_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("makes_graphs", "graph_mib"), [(True, 300), (False, 0)])
+def test_a_profile_is_made_of_what_the_card_says(
+    makes_graphs: bool, graph_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     FakeCard(monkeypatch)
+    monkeypatch.setattr(memory_profile, "can_graph", lambda *args: makes_graphs)
     before = card(free=23 * GIB)
     profile = measure_profile(random_decoder(), torch.float32, LIMITS, before, CPU)
     assert profile == MemoryProfile(
@@ -114,7 +121,9 @@ def test_a_profile_is_made_of_what_the_card_says(monkeypatch: pytest.MonkeyPatch
         weights_bytes=2 * GIB,
         activation_bytes=332 * MIB,
         context_bytes=540 * MIB,
-        graph_bytes=100 * MIB,
+        graph_bytes=graph_mib * MIB,
+        # Tokens of 5 slots and of 101 positions, and 25 blocks.
+        table_bytes=4 * 5 * 126,
     )
 
 
@@ -159,6 +168,7 @@ def test_a_summary_has_the_plan_beside_what_was_measured() -> None:
         "activation_bytes": 50,
         "context_bytes": 40,
         "graph_bytes": 10,
+        "table_bytes": 2,
     }
 
 

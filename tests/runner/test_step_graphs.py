@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 from engine_tools import SPEC, Arrival, drive, essences, make_engine, random_decoder, random_prompt, runner_of
 from paged import Engine, SamplingParams
+from paged.kernels import heads
 from paged.kernels.attention_triton import attention_triton
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.kv_cache_triton import store_triton
@@ -45,7 +46,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         store_triton(cache.key, cache.value, *rows)
 
     monkeypatch.setattr(layers, "attention", attention_triton)
-    monkeypatch.setattr(layers, "store", store)
+    monkeypatch.setattr(heads, "store", store)
 
 
 def build(**settings: Any) -> Engine:
