@@ -4,7 +4,7 @@
 
 Bits come first and a differing element makes the run fail. Times are those of CUDA graphs over caches that rotate out
 of the second-level cache; fractions are of the read bandwidth and of the matrix product rate measured in the same run.
-`--ways` only times decode, in each of the ways that the kernels' constants choose between, and compares their bits.
+`--ways` only times decode: rows split, whole where the rule says so, and whole always; and compares their bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from card_times import graph_us
 
-from paged.kernels import attention_hopper_decode, attention_triton
+from paged.kernels import attention_triton
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.numerics import Numerics
@@ -34,15 +35,17 @@ from paged.kernels.numerics import Numerics
 INVARIANT = Numerics()
 DEVICE = "cuda"
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 16384), (1, 40960))
-WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Triton": (attention_triton, {"suits_hopper_decode": lambda q, cache, numerics: False}),
-} | {
-    f"{programs} programs of {stages} stages" + ", claiming" * claims: (
-        attention_hopper_decode,
-        {"PROGRAMS_PER_SM": programs, "STAGES": stages, "CLAIMS": claims},
-    )
-    for programs, stages in ((2, 3), (1, 6), (1, 4))
-    for claims in (False, True)
+# Beside those: whole rows that fill the card's programs once and a bit, and one row much longer than the others.
+SPECIAL_DECODES = {"40 x 1024": [1024] * 40, "1 x 16384, 127 x 500": [16384] + [500] * 127}
+NO_HOPPER: dict[str, Any] = {"suits_hopper_decode": lambda *_: False}
+SPLITS: dict[str, Any] = {"programs_at_once": lambda *_: 1 << 30}
+WHOLE: dict[str, Any] = {"programs_at_once": lambda *_: 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "Triton, splits alone": NO_HOPPER | SPLITS,
+    "Triton, whole rows by the rule": NO_HOPPER,
+    "splits alone": SPLITS,
+    "whole rows by the rule": {},
+    "whole rows always": WHOLE,
 }
 SHAPES = ((32, 8, 128), (16, 8, 128), (4, 4, 64), (4, 2, 64), (8, 2, 64), (8, 1, 128), (16, 2, 64))
 
@@ -183,22 +186,27 @@ class Decodes:
     size_bytes: int
 
 
-def decodes(batch: int, context: int) -> Decodes:
-    """Decoding ``batch`` rows at ``context`` keys, Qwen3-8B's heads, block 16, random blocks."""
+def decodes(contexts: list[int]) -> Decodes:
+    """Decoding a row at each of ``contexts`` keys, Qwen3-8B's heads, block 16, random blocks."""
     heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
-    blocks = batch * context // block_size
-    size_bytes = 2 * blocks * block_size * kv_heads * head_dim * 2
+    needed = [-(-context // block_size) for context in contexts]
+    blocks = sum(needed)
+    size_bytes = 2 * sum(contexts) * kv_heads * head_dim * 2
     caches = [filled_cache(blocks, block_size, kv_heads, head_dim) for _ in range(max(2, int(5e8 / size_bytes)))]
-    tables = np.random.default_rng(0).permutation(blocks).reshape(batch, -1).astype(np.int32)
-    layout = BatchLayout.build([context - 1] * batch, [1] * batch, tables, block_size, DEVICE)
-    q = torch.randn(batch, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    free = np.random.default_rng(0).permutation(blocks)
+    tables = np.zeros((len(contexts), max(needed)), dtype=np.int32)
+    for row, count in enumerate(needed):
+        tables[row, :count], free = free[:count], free[count:]
+    starts = [context - 1 for context in contexts]
+    layout = BatchLayout.build(starts, [1] * len(contexts), tables, block_size, DEVICE)
+    q = torch.randn(len(contexts), heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
     calls = [partial(attention, q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT) for cache in caches]
     return Decodes(q, caches, calls, size_bytes)
 
 
 def time_decode(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
     """Microseconds of ``decodes`` beside PyTorch's SDPA over contiguous keys."""
-    work = decodes(batch, context)
+    work = decodes([context] * batch)
     best, median = graph_us(work.calls * 2)
     row = {
         "shape": f"{batch} x {context}",
@@ -216,20 +224,14 @@ def time_decode(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
     return row
 
 
-def time_ways(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+def time_ways(shape: str, contexts: list[int], bandwidth: float) -> dict[str, Any]:
     """Median microseconds of ``decodes`` in each of ``WAYS``, and how many elements differ from the first one's."""
-    work = decodes(batch, context)
+    work = decodes(contexts)
     floor_us = work.size_bytes / bandwidth * 1e6
-    row: dict[str, Any] = {
-        "shape": f"{batch} x {context}",
-        "floor_us": floor_us,
-        "us": {},
-        "fraction": {},
-        "differing": 0,
-    }
+    row: dict[str, Any] = {"shape": shape, "floor_us": floor_us, "us": {}, "fraction": {}, "differing": 0}
     expected = None
-    for name, (module, constants) in WAYS.items():
-        with patch.multiple(module, **constants):
+    for name, replaced in WAYS.items():
+        with patch.multiple(attention_triton, **replaced) if replaced else nullcontext():
             row["us"][name] = graph_us(work.calls * 2)[1]
             out = work.calls[0]()
         row["fraction"][name] = floor_us / row["us"][name]
@@ -265,8 +267,9 @@ def report_ways(report: dict[str, Any]) -> int:
     bandwidth = report["read_bytes_per_s"] = read_bandwidth()
     print(f"read {bandwidth / 1e12:.2f} TB/s")
     report["ways"] = []
-    for batch, context in DECODES:
-        row = time_ways(batch, context, bandwidth)
+    batches = {f"{batch} x {context}": [context] * batch for batch, context in DECODES} | SPECIAL_DECODES
+    for shape, contexts in batches.items():
+        row = time_ways(shape, contexts, bandwidth)
         report["ways"].append(row)
         print(f"{row['shape']}, floor {row['floor_us']:.1f} us, {row['differing']} elements differ")
         for name, median in row["us"].items():
@@ -299,7 +302,7 @@ def main() -> None:
     """Run the parts asked for; a difference of bits ends the run with status 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--configs", type=int, default=512)
-    parser.add_argument("--ways", action="store_true", help="only time the ways to launch decode")
+    parser.add_argument("--ways", action="store_true", help="only time decode, with whole rows and with splits")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report: dict[str, Any] = {

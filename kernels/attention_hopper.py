@@ -113,7 +113,7 @@ def _load(
 
 
 @gluon.jit
-def _fold(
+def fold(
     top_R, total_RW, sum_RD, top2_R, total2_RW, sum2_RD, factor, ROWS_OF_SUM: gl.constexpr, ROWS_OF_TOTAL: gl.constexpr
 ):
     """Fold the split to the right (2) into what lies to its left; into nothing, it is taken as it is."""
@@ -196,7 +196,7 @@ def _compute(
         total_RW, sum_RD = warpgroup_mma_wait(0, [total_token, sum_token])
         mbarrier.arrive(values_free.index(before), count=1)
         if starts_split:
-            all_top_R, all_total_RW, all_sum_RD = _fold(
+            all_top_R, all_total_RW, all_sum_RD = fold(
                 all_top_R, all_total_RW, all_sum_RD, top_R, total_RW, sum_RD, factor, ROW_OF_SUM, ROW_OF_TOTAL
             )
             total_RW = gl.zeros([64, 8], gl.float32, TOTAL)
@@ -209,7 +209,7 @@ def _compute(
     fence_async_shared()
     total_RW = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT_OF_TOTAL), ones_PW, total_RW)
     sum_RD = warpgroup_mma(gl.convert_layout(weight_RP, WEIGHT), values.index(last), sum_RD)
-    all_top_R, all_total_RW, all_sum_RD = _fold(
+    all_top_R, all_total_RW, all_sum_RD = fold(
         all_top_R, all_total_RW, all_sum_RD, top_R, total_RW, sum_RD, factor, ROW_OF_SUM, ROW_OF_TOTAL
     )
     # All columns of the total are alike.

@@ -1,12 +1,13 @@
-"""Paged attention on a card in Triton: decode rows split by split, chunks tile by tile, and one order of sums for both.
+"""Paged attention on a card in Triton: decode rows whole or split, chunks tile by tile, and one order of sums for all.
 
 Contract, with T rows of the step, H query heads, K kv heads, G = H / K, D head size: what ``paged.kernels.attention``
 says, for models in bf16 or fp16. Scores are fp32 sums of products in the model's dtype. A split of ``kv_split`` keys is
 an online softmax over its tiles of ``kv_tile`` keys, with base 2: weights are ``exp2(score * c - top * c)`` with
 c = scale * log2(e), rounded to the model's dtype, and both the sum of weights and the sum of values are matrix products
 that continue the accumulator. Splits are folded left to right in fp32: the first as it is, each later one as
-``sum * a + sum2 * b``. Which kernel takes a row, the rows beside it, chunks, blocks and warps leave its bits alone:
-equal programs of exact or elementwise operations, and matrix products that keep one order (shown on the card).
+``sum * a + sum2 * b``. Which kernel takes a row, whether one program takes all
+its splits, the rows beside it, chunks, blocks and warps leave its bits alone: equal programs of exact or elementwise
+operations, and matrix products that keep one order (shown on the card).
 
 No grid hangs on how much work there is, only on how long the lists of it are: programs read from the device what
 counts, so that a CUDA graph can hold the launches. A program waits for the kernel before its own and only then lets the
@@ -22,9 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paged.kernels import attention_hopper
+from paged.kernels import attention_hopper, attention_hopper_decode
 from paged.kernels.attention_hopper import chunk_attention_hopper, suits_hopper
-from paged.kernels.attention_hopper_decode import claimed, decode_splits_hopper, suits_hopper_decode
+from paged.kernels.attention_hopper_decode import decode_items_hopper, suits_hopper_decode
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.launch import is_dependent, options
@@ -67,6 +68,13 @@ def positions_per_tile(num_heads: int, cache: LayerCache, dtype: torch.dtype, nu
     return rows // triton.next_power_of_2(num_heads // cache.num_kv_heads)
 
 
+def programs_at_once(num_heads: int, cache: LayerCache, dtype: torch.dtype, numerics: Numerics) -> int:
+    """Programs that the card runs at a time of the kernel that will take decode rows: H query heads of ``dtype``."""
+    if suits_hopper_decode(num_heads, cache, dtype, numerics):
+        return attention_hopper_decode.num_programs(cache.key.device)
+    return _decode_programs(cache.key.device)
+
+
 def attention_triton(
     q_THD: torch.Tensor, cache: LayerCache, layout: BatchLayout, *, scale: float, numerics: Numerics
 ) -> torch.Tensor:
@@ -81,7 +89,8 @@ def attention_triton(
     assert layout.block_tables_BN.stride(1) == 1, layout.block_tables_BN.stride()
     assert scale > 0, scale
     out_THD = torch.empty_like(q_THD)
-    work = layout.decode_work(numerics.kv_split)
+    num_programs = programs_at_once(q_THD.shape[1], cache, q_THD.dtype, numerics)
+    work = layout.decode_work(numerics.kv_split, cache.num_kv_heads, num_programs)
     if work is not None:
         decode_attention(q_THD, cache, layout, work, out_THD, scale=scale, numerics=numerics)
     tiles = layout.chunk_tiles(positions_per_tile(q_THD.shape[1], cache, q_THD.dtype, numerics))
@@ -100,20 +109,19 @@ def decode_attention(
     scale: float,
     numerics: Numerics,
 ) -> None:
-    """Write attention of the rows of ``work`` to their rows of ``out_THD``: its splits first, then row by row.
+    """Write attention of the rows of ``work`` to their rows of ``out_THD``: its items, then the fold of what is split.
 
     Rows of ``work`` without items are given zeros.
     """
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     num_shared = q_THD.shape[1] // num_kv_heads
     num_items = work.items_I4.shape[0]
-    sums_IHD = q_THD.new_empty((num_items, q_THD.shape[1], head_dim), dtype=torch.float32)
-    # The greatest score and the sum of weights of each item and head.
-    tops_IH, totals_IH = q_THD.new_empty((2, num_items, q_THD.shape[1]), dtype=torch.float32)
-    claimed_1 = None
-    if suits_hopper_decode(q_THD, cache, numerics):
-        claimed_1 = claimed(q_THD.device)
-        decode_splits_hopper(
+    num_sums = num_items if work.most_splits else 0
+    sums_IHD = q_THD.new_empty((num_sums, q_THD.shape[1], head_dim), dtype=torch.float32)
+    # The greatest score and the sum of weights of each split and head.
+    tops_IH, totals_IH = q_THD.new_empty((2, num_sums, q_THD.shape[1]), dtype=torch.float32)
+    if suits_hopper_decode(q_THD.shape[1], cache, q_THD.dtype, numerics):
+        decode_items_hopper(
             q_THD,
             cache,
             layout,
@@ -121,7 +129,7 @@ def decode_attention(
             sums_IHD,
             tops_IH,
             totals_IH,
-            claimed_1,
+            out_THD,
             factor=scale * LOG2_E,
             numerics=numerics,
         )
@@ -136,6 +144,7 @@ def decode_attention(
             sums_IHD,
             tops_IH,
             totals_IH,
+            out_THD,
             layout.block_tables_BN.stride(0),
             scale * LOG2_E,
             NUM_KV_HEADS=num_kv_heads,
@@ -150,6 +159,8 @@ def decode_attention(
             num_stages=DECODE_STAGES,
             **options(q_THD),
         )
+    if work.most_splits == 0:
+        return
     splits, width = FOLDS[work.most_splits > 1 + FOLDS[0][0]]
     width = min(head_dim, width)
     _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width)](
@@ -157,7 +168,6 @@ def decode_attention(
         tops_IH,
         totals_IH,
         work.rows_N3,
-        claimed_1,
         out_THD,
         scale * LOG2_E,
         NUM_HEADS=q_THD.shape[1],
@@ -220,7 +230,7 @@ def _chunk_rows(cache: LayerCache) -> int:
 
 
 def _decode_programs(device: torch.device) -> int:
-    """Programs that share the splits: as many as the card holds at a time; interpreted, a few, each with much to do."""
+    """Programs that share the items: as many as the card holds at a time; interpreted, a few, each with much to do."""
     return (_num_sms(device) if device.type == "cuda" else 1) * DECODE_PROGRAMS_PER_SM
 
 
@@ -281,7 +291,7 @@ def _attend_split(
     return top_R, tl.max(total_RW, 1), sum_RD
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -292,6 +302,7 @@ def _decode_kernel(
     sums_ptr,
     tops_ptr,
     totals_ptr,
+    out_ptr,
     table_stride,
     factor,
     NUM_KV_HEADS: tl.constexpr,
@@ -303,7 +314,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Splits of rows for the query heads of one kv head each, as many as fall to this program."""
+    """Splits or whole rows for the query heads of one kv head each, as many as fall to this program."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -322,27 +333,26 @@ def _decode_kernel(
         q_offset_RD = (row.to(tl.int64) * NUM_HEADS + head_R)[:, None] * HEAD_DIM + dim_D[None]
         q_RD = tl.load(q_ptr + q_offset_RD, is_head_R[:, None], 0.0)
         last_R = tl.zeros([ROWS], tl.int32) + (num_keys - 1)
+        first = tl.maximum(number, 0) * SPLIT
+        table_ptr = tables_ptr + table_row.to(tl.int64) * table_stride
         top_R, total_R, sum_RD = _attend_split(
-            q_RD,
-            last_R,
-            key_ptr,
-            value_ptr,
-            tables_ptr + table_row.to(tl.int64) * table_stride,
-            head,
-            number * SPLIT,
-            num_keys,
-            factor,
-            NUM_KV_HEADS,
-            ROWS,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            TILE,
-            SPLIT,
-        )
-        place_R = item.to(tl.int64) * NUM_HEADS + head_R
-        tl.store(tops_ptr + place_R, top_R, is_head_R)
-        tl.store(totals_ptr + place_R, total_R, is_head_R)
-        tl.store(sums_ptr + place_R[:, None] * HEAD_DIM + dim_D[None], sum_RD, is_head_R[:, None])
+            q_RD, last_R, key_ptr, value_ptr, table_ptr, head, first, num_keys, factor,
+            NUM_KV_HEADS, ROWS, HEAD_DIM, BLOCK_SIZE, TILE, SPLIT,
+        )  # fmt: skip
+        if number >= 0:
+            place_R = item.to(tl.int64) * NUM_HEADS + head_R
+            tl.store(tops_ptr + place_R, top_R, is_head_R)
+            tl.store(totals_ptr + place_R, total_R, is_head_R)
+            tl.store(sums_ptr + place_R[:, None] * HEAD_DIM + dim_D[None], sum_RD, is_head_R[:, None])
+        else:
+            for start in range(SPLIT, num_keys, SPLIT):
+                top2_R, total2_R, sum2_RD = _attend_split(
+                    q_RD, last_R, key_ptr, value_ptr, table_ptr, head, start, num_keys, factor,
+                    NUM_KV_HEADS, ROWS, HEAD_DIM, BLOCK_SIZE, TILE, SPLIT,
+                )  # fmt: skip
+                top_R, total_R, sum_RD = _fold(top_R, total_R, sum_RD, top2_R, total2_R, sum2_RD, factor)
+            out_RD = (sum_RD / total_R[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + q_offset_RD, out_RD, is_head_R[:, None])
 
 
 @triton.jit
@@ -356,7 +366,6 @@ def _fold_kernel(
     tops_ptr,
     totals_ptr,
     rows_ptr,
-    claimed_ptr,
     out_ptr,
     factor,
     NUM_HEADS: tl.constexpr,
@@ -376,8 +385,6 @@ def _fold_kernel(
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if claimed_ptr is not None:
-        tl.store(claimed_ptr, 0, (tl.program_id(0) == 0) & (tl.program_id(1) == 0))
     top = tl.load(tops_ptr + place, count > 0, 0.0)
     total_D = tl.zeros([DIMS], tl.float32) + tl.load(totals_ptr + place, count > 0, 1.0)
     sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D, count > 0, 0.0)

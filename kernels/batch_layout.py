@@ -17,20 +17,24 @@ Made = TypeVar("Made")
 Upload = Callable[[np.ndarray], torch.Tensor]
 Numbers = Sequence[int] | np.ndarray
 
+# Stands for the number of a split in an item that is a whole row.
+WHOLE = -1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeWork:
-    """The splits of the rows that are alone in their sequence's part of the step, on the device.
+    """Work for the rows that are alone in their sequence's part of the step, on the device.
 
     The lists may be longer than what counts, so that a graph of fixed launches can hold them.
 
     Attributes:
-        items_I4: int32, one split: its sequence's row of the block tables, row of the step, number of the split, keys
-            of the row. A row's splits adjoin, in order.
-        rows_N3: int32, one row: row of the step, its first item, number of its items. A row without items is one of
-            padding and is given zeros; one whose number is negative is none at all.
+        items_I4: int32, one split, or a whole row whose splits one program folds: its sequence's row of the block
+            tables, row of the step, number of the split or ``WHOLE``, keys of the row. A row's splits adjoin, in order.
+        rows_N3: int32, one row that is not whole: row of the step, its first item, number of its items. A row without
+            items is one of padding and is given zeros; one whose number is negative is none at all.
         num_items_1: int32 [1], how many of the items count.
-        most_splits: no row has more items; a launch may be built for it, no bits hang on it.
+        most_splits: no row of ``rows_N3`` has more items; a launch may be built for it, no bits hang on it. 0: there
+            are no such rows, nor rows of padding.
     """
 
     items_I4: torch.Tensor
@@ -221,12 +225,13 @@ class BatchLayout:
         head_K1 = torch.arange(num_kv_heads, device=position_NP.device)[:, None]
         return cell_NP[:, None] * num_kv_heads + head_K1
 
-    def decode_work(self, split: int) -> DecodeWork | None:
-        """The splits of ``split`` keys of the sequences with one row; ``None`` where there is no such sequence."""
+    def decode_work(self, split: int, num_kv_heads: int, num_programs: int) -> DecodeWork | None:
+        """The sequences with one row, for ``decode_arrays``' arguments; ``None`` where there is no such sequence."""
         if self._host is None:
             planned: DecodeWork | None = self._derived["decode"]
             return planned
-        return self.derived(("splits", split), lambda: self._make_decode_work(split))
+        key = ("decode", split, num_kv_heads, num_programs)
+        return self.derived(key, lambda: self._make_decode_work(split, num_kv_heads, num_programs))
 
     def chunk_tiles(self, num_positions: int) -> ChunkTiles | None:
         """Tiles of at most ``num_positions`` rows of the sequences with several; ``None`` where there is none."""
@@ -235,11 +240,17 @@ class BatchLayout:
             return planned
         return self.derived(("tiles", num_positions), lambda: self._make_chunk_tiles(num_positions))
 
-    def _make_decode_work(self, split: int) -> DecodeWork | None:
+    def _make_decode_work(self, split: int, num_kv_heads: int, num_programs: int) -> DecodeWork | None:
         items_I4, rows_N3, most_splits = decode_arrays(
-            self.starts, self.lengths, self.offsets, self.table_rows, split=split
+            self.starts,
+            self.lengths,
+            self.offsets,
+            self.table_rows,
+            split=split,
+            num_kv_heads=num_kv_heads,
+            num_programs=num_programs,
         )
-        if most_splits == 0:
+        if items_I4.shape[0] == 0:
             return None
         num_items, items, rows = self._upload_lists(items_I4, rows_N3)
         return DecodeWork(items.view(-1, 4), rows.view(-1, 3), num_items, most_splits)
@@ -264,29 +275,50 @@ class BatchLayout:
 
 
 def decode_arrays(
-    starts: Numbers, lengths: Numbers, offsets: Numbers, table_rows: Numbers, *, split: int
+    starts: Numbers,
+    lengths: Numbers,
+    offsets: Numbers,
+    table_rows: Numbers,
+    *,
+    split: int,
+    num_kv_heads: int,
+    num_programs: int,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """``items_I4``, ``rows_N3`` and ``most_splits`` of the sequences with one row, on the host; see ``DecodeWork``.
 
-    Arguments as the attributes of ``BatchLayout``, and the number of keys of a split.
+    A row is whole if it has one split, or no more keys than a program's even share of all keys of all kv heads: then
+    the others keep the card busy. The longest items come first, so that programs that claim them end together.
+
+    Args:
+        starts, lengths, offsets, table_rows: as the attributes of ``BatchLayout``.
+        split: keys of a split.
+        num_kv_heads: each is a program's work of its own.
+        num_programs: how many the card runs at a time.
     """
     single_N = np.flatnonzero(np.asarray(lengths) == 1)
     key_N = np.asarray(starts)[single_N] + 1
-    count_N = -(-key_N // split)
+    most_keys = max(split, int(key_N.sum()) * num_kv_heads // num_programs)
+    order_N = np.argsort(-np.where(key_N <= most_keys, key_N, split), kind="stable")
+    single_N, key_N = single_N[order_N], key_N[order_N]
+    is_split_N = key_N > most_keys
+    count_N = np.where(is_split_N, -(-key_N // split), 1)
     first_N = np.cumsum(count_N) - count_N
-    rows_N3 = np.empty((single_N.size, 3), dtype=np.int32)
-    rows_N3[:, 0] = np.asarray(offsets)[single_N]
-    rows_N3[:, 1] = first_N
-    rows_N3[:, 2] = count_N
+    row_N = np.asarray(offsets)[single_N]
     # A row's first item, and then the rows' items all at once.
     first_N4 = np.empty((single_N.size, 4), dtype=np.int32)
     first_N4[:, 0] = np.asarray(table_rows)[single_N]
-    first_N4[:, 1] = rows_N3[:, 0]
-    first_N4[:, 2] = -first_N
+    first_N4[:, 1] = row_N
+    first_N4[:, 2] = np.where(is_split_N, 0, WHOLE) - first_N
     first_N4[:, 3] = key_N
     items_I4 = np.repeat(first_N4, count_N, axis=0)
     items_I4[:, 2] += np.arange(items_I4.shape[0], dtype=np.int32)
-    return items_I4, rows_N3, int(count_N.max(initial=0))
+    rows_N3 = np.stack((row_N, first_N, count_N), axis=1)[is_split_N].astype(np.int32)
+    return items_I4, rows_N3, int(rows_N3[:, 2].max(initial=0))
+
+
+def most_split_rows(num_kv_heads: int, num_programs: int) -> int:
+    """Rows of a step that ``decode_arrays`` can split: each has more keys than its share, so they are fewer."""
+    return -(-num_programs // num_kv_heads) - 1
 
 
 def tile_arrays(

@@ -22,7 +22,14 @@ import torch
 
 from paged.core.plan import StepPlan
 from paged.interrupts import DeferredInterrupt
-from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork, decode_arrays, tile_arrays
+from paged.kernels.batch_layout import (
+    BatchLayout,
+    ChunkTiles,
+    DecodeWork,
+    decode_arrays,
+    most_split_rows,
+    tile_arrays,
+)
 from paged.kernels.sampling import sample
 from paged.kernels.step_rows import keep_draws, keep_last_rows, step_inputs
 from paged.model.decoder import Decoder
@@ -62,22 +69,26 @@ class StepGraphs:
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, slots: SlotTables, max_step_tokens: int) -> None:
-        from paged.kernels.attention_triton import positions_per_tile
+        from paged.kernels.attention_triton import positions_per_tile, programs_at_once
         from paged.kernels.gemm_gate import gated_rows
 
         self._decoder, self._cache, self._slots = decoder, cache, slots
         spec, device, num_slots = decoder.local_spec, cache.device, slots.num_slots
         self._split = decoder.numerics.kv_split
-        self._tile_positions = positions_per_tile(spec.num_heads, cache.layers[0], decoder.dtype, decoder.numerics)
+        attended = spec.num_heads, cache.layers[0], decoder.dtype, decoder.numerics
+        self._tile_positions = positions_per_tile(*attended)
+        self._num_kv_heads, self._num_programs = spec.num_kv_heads, programs_at_once(*attended)
+        self._most_split_rows = most_split_rows(self._num_kv_heads, self._num_programs)
         self._sizes = [*SMALL_SIZES, *gated_rows(max_step_tokens)]
         # No more splits can be full than the pool has room for, unless blocks are shared: then up to four times.
         most_splits = -(-slots.tokens_SP.shape[1] // self._split)
         pool_splits = cache.num_blocks * cache.block_size // self._split + num_slots
-        self._most_items = min(num_slots * most_splits, 4 * pool_splits)
+        most_items = num_slots + min(num_slots, self._most_split_rows) * most_splits
+        self._most_items = min(most_items, 4 * pool_splits)
         self._num_slots = num_slots
         # Sizes of what the inputs hold, in 32-bit words: the first part has a fixed place in all graphs.
         self._counts = slice(0, 4)
-        places = np.cumsum([4, *[_words(num_slots)] * 4, _words(3 * num_slots)])
+        places = np.cumsum([4, *[_words(num_slots)] * 4, _words(3 * self._most_split_rows)])
         self._last, self._row, self._slot, self._position, self._decoded = (
             slice(int(first), int(last)) for first, last in itertools.pairwise(places)
         )
@@ -95,14 +106,14 @@ class StepGraphs:
         self._has_warned = False
 
     def capture_decodes(self) -> None:
-        """Make the graphs of steps of decodes that ask for nothing but a temperature."""
+        """Make the graphs of steps of decodes, about as long as each other, that ask for nothing but a temperature."""
         padding = self._slots.padding_slot
         for size in reversed(self._sizes[: self._size_index(self._num_slots) + 1]):
             self._inputs.zero_()
             self._inputs[self._slot] = padding
             self._inputs[self._decoded] = -1
             self._inputs[self._front : self._front + size] = padding
-            self._run(("compute", size, False), partial(self._compute, size, has_chunks=False))
+            self._run_compute(size, has_chunks=False, has_splits=size <= self._most_split_rows)
             self._run(("sample", size, 0), partial(self._sample, size, 0))
 
     def compute(self, plan: StepPlan, rows: Sequence[int]) -> bool:
@@ -121,7 +132,15 @@ class StepGraphs:
         size = self._sizes[self._size_index(num_tokens)]
         offsets = ends - lengths
         has_chunks = num_tokens > len(slots)
-        items_I4, decoded_N3, _ = decode_arrays(starts, lengths, offsets, slots, split=self._split)
+        items_I4, decoded_N3, most_splits = decode_arrays(
+            starts,
+            lengths,
+            offsets,
+            slots,
+            split=self._split,
+            num_kv_heads=self._num_kv_heads,
+            num_programs=self._num_programs,
+        )
         if len(items_I4) > self._most_items:
             if not self._has_warned:
                 _LOG.warning(
@@ -158,7 +177,7 @@ class StepGraphs:
         words[items.start :] = items_I4.ravel()
         self._inputs[:num_words].copy_(host, non_blocking=True)
         self._num_rows, self._num_sampled = len(slots), len(rows)
-        self._run(("compute", size, has_chunks), partial(self._compute, size, has_chunks=has_chunks))
+        self._run_compute(size, has_chunks=has_chunks, has_splits=most_splits > 0)
         return True
 
     def sample(self, asks: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -196,7 +215,12 @@ class StepGraphs:
         slot_T, position_T, tiles, items = slices
         return slot_T, position_T, tiles, items
 
-    def _compute(self, size: int, *, has_chunks: bool) -> None:
+    def _run_compute(self, size: int, *, has_chunks: bool, has_splits: bool) -> None:
+        """Run the network for ``size`` rows; without splits of decode rows no kernel is launched that folds them."""
+        work = partial(self._compute, size, has_chunks=has_chunks, has_splits=has_splits)
+        self._run(("compute", size, has_chunks, has_splits), work)
+
+    def _compute(self, size: int, *, has_chunks: bool, has_splits: bool) -> None:
         """What a graph of the network does, for ``size`` rows."""
         inputs, slots, cache = self._inputs, self._slots, self._cache
         sections = self._sections(size, has_chunks)
@@ -208,11 +232,16 @@ class StepGraphs:
             padding_slot=slots.padding_slot,
         )
         num_rows = min(size, self._num_slots)
+        num_split = min(num_rows, self._most_split_rows)
+        most_splits = 0
+        if has_splits:
+            # Where most rows are split, they have few splits each; among more rows, those that are split are long.
+            most_splits = 2 if 16 < size <= self._most_split_rows else self._most_items
         decode = DecodeWork(
             items_I4=inputs[sections[3]].view(-1, 4),
-            rows_N3=inputs[self._decoded][: 3 * num_rows].view(-1, 3),
+            rows_N3=inputs[self._decoded][: 3 * num_split].view(-1, 3),
             num_items_1=inputs[:1],
-            most_splits=2 if size > 16 else self._most_items,
+            most_splits=most_splits,
         )
         chunks = ChunkTiles(inputs[sections[2]].view(-1, 4), inputs[1:2]) if has_chunks else None
         last_B = inputs[self._last][:num_rows]

@@ -11,7 +11,7 @@ import torch
 from oracles import dense_attention
 from paged.kernels import attention as attention_module
 from paged.kernels.attention import BatchLayout, attention
-from paged.kernels.batch_layout import decode_arrays, tile_arrays
+from paged.kernels.batch_layout import WHOLE, decode_arrays, most_split_rows, tile_arrays
 from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 
@@ -217,7 +217,7 @@ def test_all_that_goes_to_the_device_goes_through_upload() -> None:
         [3, 0, 9, 2], [1, 5, 1, 3], [[5, 2, 9], [1, 3, 0], [7, 8, 6], [4, 10, 11]], 4, upload=upload
     )
     assert len(uploaded) == 2
-    work, tiles = layout.decode_work(4), layout.chunk_tiles(2)
+    work, tiles = layout.decode_work(4, 1, 100), layout.chunk_tiles(2)
     assert work is not None
     assert tiles is not None
     assert len(uploaded) == 4
@@ -225,7 +225,7 @@ def test_all_that_goes_to_the_device_goes_through_upload() -> None:
     given = (layout.positions_T, layout.last_rows_B, layout.block_tables_BN, work.items_I4, work.rows_N3)
     for tensor in (*given, work.num_items_1, tiles.tiles_N4, tiles.num_tiles_1):
         assert tensor.untyped_storage().data_ptr() in inside
-    assert layout.decode_work(4) is work
+    assert layout.decode_work(4, 1, 100) is work
     assert layout.chunk_tiles(2) is tiles
     assert (int(work.num_items_1), work.most_splits, int(tiles.num_tiles_1)) == (len(work.items_I4), 3, 5)
     assert work.items_I4.storage_offset() % 4 == tiles.tiles_N4.storage_offset() % 4 == 0
@@ -237,39 +237,63 @@ def test_all_that_goes_to_the_device_goes_through_upload() -> None:
 
 def test_work_lists_match_a_loop() -> None:
     rng = np.random.default_rng(0)
-    for trial in range(20):
+    seen = set()
+    for trial in range(60):
         num = int(rng.integers(1, 9))
         lengths = rng.choice([1, 1, 2, 7, 16, 17, 40], num)
-        starts = rng.integers(0, 700, num)
+        starts = rng.integers(0, rng.choice([300, 700, 3000]), num)
         offsets = np.cumsum(lengths) - lengths
         table_rows = rng.permutation(20)[:num]
-        items, rows, tiles = [], [], []
+        kv_heads, programs = int(rng.integers(1, 9)), int(rng.integers(1, 60))
+        all_keys = sum(int(starts[b]) + 1 for b in range(num) if lengths[b] == 1)
+        works, tiles = [], []
         for b in range(num):
-            start, offset, table_row = int(starts[b]), int(offsets[b]), int(table_rows[b])
+            keys, offset, table_row = int(starts[b]) + 1, int(offsets[b]), int(table_rows[b])
             if lengths[b] == 1:
-                count = -(-(start + 1) // 256)
-                rows.append((offset, len(items), count))
-                items += [(table_row, offset, number, start + 1) for number in range(count)]
+                is_whole = keys <= 256 or keys * programs <= all_keys * kv_heads
+                works.append((keys if is_whole else 256, is_whole, table_row, offset, keys))
             else:
                 for skipped in range(0, int(lengths[b]), 16):
                     size = min(16, int(lengths[b]) - skipped)
-                    tiles.append((table_row, offset + skipped, size, start + skipped))
+                    tiles.append((table_row, offset + skipped, size, keys - 1 + skipped))
+        items, rows = [], []
+        for _, is_whole, table_row, offset, keys in sorted(works, key=lambda work: -work[0]):
+            numbers = [WHOLE] if is_whole else list(range(-(-keys // 256)))
+            if not is_whole:
+                rows.append((offset, len(items), len(numbers)))
+            items += [(table_row, offset, number, keys) for number in numbers]
         tiles.sort(key=lambda tile: -tile[3])
-        items_I4, rows_N3, most_splits = decode_arrays(starts, lengths, offsets, table_rows, split=256)
+        items_I4, rows_N3, most_splits = decode_arrays(
+            starts, lengths, offsets, table_rows, split=256, num_kv_heads=kv_heads, num_programs=programs
+        )
         tiles_N4 = tile_arrays(starts, lengths, offsets, table_rows, num_positions=16)
         assert [tuple(x) for x in items_I4.tolist()] == items, trial
         assert [tuple(x) for x in rows_N3.tolist()] == rows, trial
         assert most_splits == max((count for _, _, count in rows), default=0)
+        assert len(rows) <= most_split_rows(kv_heads, programs)
         assert [tuple(x) for x in tiles_N4.tolist()] == tiles, trial
         assert items_I4.dtype == rows_N3.dtype == tiles_N4.dtype == np.int32
         assert items_I4.shape[1:] == tiles_N4.shape[1:] == (4,)
+        seen.add((any(work[1] and work[4] > 256 for work in works), len(rows) > 0))
+    assert len(seen) == 4, "long rows whole, rows split, both and neither"
+
+
+@pytest.mark.parametrize(("kv_heads", "programs"), [(8, 264), (8, 132), (1, 264), (3, 100), (4, 2)])
+def test_equal_rows_are_whole_from_some_number_on(kv_heads: int, programs: int) -> None:
+    most = most_split_rows(kv_heads, programs)
+    for num in (1, max(1, most), most + 1, 2 * most + 1):
+        column = np.arange(num)
+        _, rows_N3, most_splits = decode_arrays(
+            column * 0 + 1023, column * 0 + 1, column, column, split=256, num_kv_heads=kv_heads, num_programs=programs
+        )
+        assert (len(rows_N3), most_splits) == ((num, 4) if num <= most else (0, 0)), num
 
 
 def test_a_planned_layout_has_nothing_on_the_host() -> None:
     cells = torch.zeros(2, dtype=torch.int64)
     layout = BatchLayout.planned(cells, cells, cells, torch.zeros(2, 1, dtype=torch.int32), 4, None, None)
     assert layout.num_rows == 2
-    assert layout.decode_work(256) is layout.chunk_tiles(16) is None
+    assert layout.decode_work(256, 1, 1) is layout.chunk_tiles(16) is None
     for name in ("starts", "lengths", "offsets", "table_rows"):
         with pytest.raises(AssertionError, match="no numbers on the host"):
             getattr(layout, name)

@@ -12,7 +12,7 @@ from paged.kernels import attention_hopper_decode
 from paged.kernels import attention_triton as attention_triton_module
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.attention_triton import attention_triton, positions_per_tile, unsupported
-from paged.kernels.batch_layout import ChunkTiles, DecodeWork, decode_arrays, tile_arrays
+from paged.kernels.batch_layout import WHOLE, ChunkTiles, DecodeWork, decode_arrays, tile_arrays
 from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 
@@ -53,6 +53,7 @@ class Step:
         store(self.cache, torch.cat(self.k).to(device), torch.cat(self.v).to(device), layout.cells_T)
 
     def attend(self, chunks: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Outputs of one step of chunks (text, start, length)."""
         which, starts, lengths = zip(*chunks, strict=True)
         layout = BatchLayout.build(starts, lengths, self.tables[list(which)], self.block_size, self.device)
         q = torch.cat([self.q[i][start : start + length] for i, start, length in chunks]).to(self.device)
@@ -89,10 +90,53 @@ def test_a_wider_cache_gives_the_same() -> None:
         assert torch.equal(ours, theirs)
 
 
+def programs_for(most_keys: int, chunks: list[tuple[int, int, int]], kv_heads: int) -> int:
+    """How many programs at once make decode rows of up to ``most_keys`` keys whole, and the longer ones split."""
+    keys = sum(start + 1 for _, start, length in chunks if length == 1)
+    return max(1, keys * kv_heads // most_keys)
+
+
+# Decode rows of up to so many keys are whole, where a row has up to 3,000: none but those of one split, some, all.
+MOST_KEYS = (256, 700, 10**9)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 16), (3, 1, 32, 7), (2, 2, 64, 32)]
+)
+def test_whole_rows_and_splits_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    """A program that folds a row's splits in registers does what the kernel does that folds what programs wrote."""
+    step = Step([2600, 700, 65, 257, 1], heads, kv_heads, head_dim, block_size, torch.float16, "cpu", seed=heads)
+    ends = (2600, 2561, 2049, 1024, 701, 700, 513, 257, 256, 255, 64, 65, 1)
+    chunks = [(next(i for i in (4, 2, 3, 1, 0) if end <= len(step.q[i])), end - 1, 1) for end in ends]
+    items, outs = [], []
+    for most_keys in MOST_KEYS:
+        num_programs = programs_for(most_keys, chunks, kv_heads)
+        monkeypatch.setattr(attention_triton_module, "programs_at_once", lambda *_, found=num_programs: found)
+        outs.append(step.attend(chunks))
+        column = np.arange(len(chunks))
+        arrays = decode_arrays(
+            np.array(ends) - 1, column * 0 + 1, column, column, split=INVARIANT.kv_split,
+            num_kv_heads=kv_heads, num_programs=num_programs,
+        )  # fmt: skip
+        items.append(arrays[0][:, 2] == WHOLE)
+    num_short = sum(end <= INVARIANT.kv_split for end in ends)
+    num_whole = [int(whole.sum()) for whole in items]
+    assert num_whole[0] == num_short < num_whole[1] < num_whole[2] == len(items[2]) == len(ends)
+    for (i, start, _), split, mixed, whole in zip(chunks, *outs, strict=True):
+        exact = step.exact(i)[start : start + 1]
+        assert ((split.double() - exact).abs() <= 4e-3 * exact.abs().max()).all(), (i, start)
+        assert torch.equal(mixed, split), (i, start)
+        assert torch.equal(whole, split), (i, start)
+
+
 class Lists:
     """The work of steps of at most 8 rows in device memory that is rewritten for each; what does not count is junk."""
 
-    def __init__(self, step: Step, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, step: Step, heads: int, kv_heads: int, dtype: torch.dtype, most_splits: int = 40) -> None:
+        self.kv_heads, self.most_splits = kv_heads, most_splits
         self.step, self.per_tile = step, positions_per_tile(heads, step.cache, dtype, INVARIANT)
         sizes = {"positions": 8, "cells": 8, "last": 8, "items": (40, 4), "rows": (8, 3), "num_items": 1}
         sizes |= {"tiles": (20, 4), "num_tiles": 1, "tables": step.tables.shape}
@@ -109,18 +153,22 @@ class Lists:
             t["last"],
             t["tables"],
             step.block_size,
-            DecodeWork(t["items"], t["rows"], t["num_items"], 40),
+            DecodeWork(t["items"], t["rows"], t["num_items"], most_splits),
             ChunkTiles(t["tiles"], t["num_tiles"]),
         )
 
-    def write(self, chunks: list[tuple[int, int, int]]) -> list[int]:
-        """Put a step of ``chunks`` into the lists; returns the rows of padding."""
+    def write(self, chunks: list[tuple[int, int, int]], most_keys: int) -> list[int]:
+        """Put a step of ``chunks`` into the lists; returns the rows of padding that are given zeros."""
         table_rows, starts, lengths = (np.array(column) for column in zip(*chunks, strict=True))
         offsets = np.cumsum(lengths) - lengths
         numbers = (starts, lengths, offsets, table_rows)
-        items, rows, _ = decode_arrays(*numbers, split=INVARIANT.kv_split)
+        num_programs = programs_for(most_keys, chunks, self.kv_heads)
+        items, rows, most_splits = decode_arrays(
+            *numbers, split=INVARIANT.kv_split, num_kv_heads=self.kv_heads, num_programs=num_programs
+        )
+        assert most_splits <= self.most_splits
         tiles = tile_arrays(*numbers, num_positions=self.per_tile)
-        padding = list(range(int(lengths.sum()), 8))
+        padding = list(range(int(lengths.sum()), 8)) if self.most_splits else []
         # Rows of padding stand among the others; their first item may be anything.
         rows = np.concatenate(([(row, 2**20, 0) for row in padding] or np.empty((0, 3), int), rows))
         rows = np.concatenate((rows, np.tile([(-1, 2**20, 0)], (8 - len(rows), 1))))
@@ -164,12 +212,24 @@ def test_work_is_read_from_the_device() -> None:
     step = Step([300, 65, 1, 800], 4, 2, 16, 16, torch.float16, "cpu", seed=0)
     lists = Lists(step, 4, 2, torch.float16)
     most = 0
-    for chunks in STEPS:
-        padding = lists.write(chunks)
-        most = max(most, int(lists.tensors["num_items"]) * 2)
-        check_step(lists, chunks, padding, lists.attend())
-    # Programs must have had to take a second and a third split.
+    for most_keys in MOST_KEYS:
+        for chunks in STEPS:
+            padding = lists.write(chunks, most_keys)
+            most = max(most, int(lists.tensors["num_items"]) * 2)
+            check_step(lists, chunks, padding, lists.attend())
+    # Programs must have had to take a second and a third item.
     assert most > 3 * attention_triton_module._decode_programs(torch.device("cpu"))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_where_all_rows_are_whole_nothing_is_folded_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step([300, 65, 1, 800], 4, 2, 16, 16, torch.float16, "cpu", seed=0)
+    lists = Lists(step, 4, 2, torch.float16, most_splits=0)
+    expected = [torch.cat(step.attend(chunks)) for chunks in STEPS]
+    monkeypatch.setattr(attention_triton_module, "_fold_kernel", None)
+    for chunks, out in zip(STEPS, expected, strict=True):
+        lists.write(chunks, 10**9)
+        assert torch.equal(lists.attend()[: len(out)], out)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
@@ -219,18 +279,20 @@ def test_a_graph_replays_steps_that_it_did_not_see(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     step = Step([300, 65, 1, 800], heads, kv_heads, head_dim, 16, dtype, "cuda", seed=0)
-    lists = Lists(step, heads, kv_heads, dtype)
-    lists.write(STEPS[0])
-    lists.attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = lists.attend()
-    for chunks in STEPS * 3:
-        padding = lists.write(chunks)
-        out.fill_(torch.nan)
-        graph.replay()
-        check_step(lists, chunks, padding, out)
+    for most_splits, all_most_keys in ((40, MOST_KEYS), (0, MOST_KEYS[-1:])):
+        lists = Lists(step, heads, kv_heads, dtype, most_splits)
+        lists.write(STEPS[0], all_most_keys[0])
+        lists.attend()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = lists.attend()
+        for most_keys in all_most_keys * 3:
+            for chunks in STEPS:
+                padding = lists.write(chunks, most_keys)
+                out.fill_(torch.nan)
+                graph.replay()
+                check_step(lists, chunks, padding, out)
 
 
 @pytest.mark.gpu
@@ -245,19 +307,26 @@ def test_decode_on_hopper_has_the_bits_of_the_triton_kernel(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int,
     stages: int, programs_per_sm: int,
 ) -> None:  # fmt: skip
-    """Also where programs take several splits each, and call after call: what they claimed is given back."""
+    """Also whole rows, where programs take several items each, and call after call: the claims are counted anew."""
     step = Step([1, 63, 64, 65, 255, 256, 257, 700, 3000], heads, kv_heads, head_dim, block_size, dtype, "cuda", seed=2)
     chunks = [(i, len(step.q[i]) - 1, 1) for i in range(9)] + [(8, position, 1) for position in range(2000, 3000, 16)]
+    split_all = programs_for(MOST_KEYS[0], chunks, kv_heads)
     with monkeypatch.context() as patch:
-        patch.setattr(attention_triton_module, "suits_hopper_decode", lambda q, cache, numerics: False)
+        patch.setattr(attention_triton_module, "suits_hopper_decode", lambda *_: False)
+        patch.setattr(attention_triton_module, "programs_at_once", lambda *_: split_all)
         expected = torch.cat(step.attend(chunks))
     assert expected.isfinite().all()
     monkeypatch.setattr(attention_hopper_decode, "STAGES", stages)
     monkeypatch.setattr(attention_hopper_decode, "PROGRAMS_PER_SM", programs_per_sm)
-    assert sum(-(-(start + 1) // INVARIANT.kv_split) for _, start, _ in chunks) * kv_heads > 3 * 2 * 132
-    for _ in range(3):
-        assert torch.equal(torch.cat(step.attend(chunks)), expected)
-        assert int(attention_hopper_decode.claimed(step.cache.key.device)) == 0
+    places = sum(-(-(start + 1) // INVARIANT.kv_split) for _, start, _ in chunks) * kv_heads, len(chunks) * kv_heads
+    assert places[0] > 3 * 2 * 132
+    assert places[1] > 132
+    for most_keys in (MOST_KEYS[0], 2500, MOST_KEYS[-1]):
+        num_programs = programs_for(most_keys, chunks, kv_heads)
+        monkeypatch.setattr(attention_triton_module, "programs_at_once", lambda *_, found=num_programs: found)
+        for _ in range(3):
+            assert torch.equal(torch.cat(step.attend(chunks)), expected), most_keys
+            assert int(attention_hopper_decode.claimed(step.cache.key.device)) == 0
 
 
 @pytest.mark.gpu

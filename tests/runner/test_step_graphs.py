@@ -91,6 +91,17 @@ def test_padded_steps_give_the_same_bits(depth: int, num_blocks: int) -> None:
     assert kinds == {"compute", "sample"}
     has_chunks = {key[2] for key in graphs.keys if key[0] == "compute"}  # type: ignore[index]
     assert has_chunks == {False, True}
+    has_splits = {key[3] for key in graphs.keys if key[0] == "compute"}  # type: ignore[index]
+    assert has_splits == {False, True}
     assert len({key[1] for key in graphs.keys}) > 3, "steps of several sizes"  # type: ignore[index]
     if num_blocks < 200:
         assert engine.metrics()["preemptions"] > 0
+
+
+def test_the_start_makes_the_graphs_of_usual_batches() -> None:
+    """Rows about as long as each other are split where they are few: one launch more."""
+    _, graphs = with_graphs()
+    graphs.capture_decodes()
+    assert graphs._most_split_rows == 1
+    expected = [(size, False, size == 1) for size in (8, 4, 2, 1)]
+    assert [key[1:] for key in graphs.keys if key[0] == "compute"] == expected  # type: ignore[index]
