@@ -177,7 +177,9 @@ class StepGraphs:
         words[items.start :] = items_I4.ravel()
         self._inputs[:num_words].copy_(host, non_blocking=True)
         self._num_rows, self._num_sampled = len(slots), len(rows)
-        self._run_compute(size, has_chunks=has_chunks, has_splits=most_splits > 0)
+        # With few rows the graph for splits is there already, and does for whole rows, too.
+        has_splits = most_splits > 0 or size <= self._most_split_rows
+        self._run_compute(size, has_chunks=has_chunks, has_splits=has_splits)
         return True
 
     def sample(self, asks: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -225,7 +227,8 @@ class StepGraphs:
         inputs, slots, cache = self._inputs, self._slots, self._cache
         sections = self._sections(size, has_chunks)
         token_T, position_T, cell_T = step_inputs(
-            *(inputs[section] for section in sections[:2]),
+            inputs[sections[0]],
+            inputs[sections[1]],
             slots.tokens_SP,
             slots.blocks_SN,
             block_size=cache.block_size,

@@ -271,6 +271,25 @@ def test_logprobs_are_of_the_raw_distribution_and_behavior_logprobs_of_the_one_d
     assert differing > 5, "truncation and penalties changed the distribution"
 
 
+@pytest.mark.parametrize(
+    "limits", [{"top_p": 0.2}, {"top_k": 1}, {"min_p": 0.9}, {"top_k": 3, "top_p": 0.5, "min_p": 0.4}]
+)
+def test_limits_change_nothing_of_a_greedy_request(limits: dict[str, Any]) -> None:
+    """No limit takes the likeliest token away, so the distribution that is drawn from is not said to be cut.
+
+    Alone, and in one step with a request that the same limits do cut.
+    """
+    plain = only(alone(PROMPT, GREEDY))
+    assert plain.behavior_logprobs == plain.logprobs
+    assert min(plain.behavior_logprobs) < -0.5, "tokens that limits would make more certain"
+    assert essence(only(alone(PROMPT, with_fields(GREEDY, **limits)))) == essence(plain)
+    drawn = Arrival("drawn", PROMPT, with_fields(SEEDED, **{"top_p": 1.0, **limits}))
+    outputs = among(with_fields(GREEDY, **limits), [drawn]).outputs
+    assert essence(outputs[VICTIM]) == essence(plain)
+    cut = outputs[("drawn", 0)]
+    assert cut.behavior_logprobs != cut.logprobs
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_alternatives_are_ordered_and_agree_with_the_chosen_token(temperature: float) -> None:
     params = with_fields(SEEDED, temperature=temperature, seed=3, logprobs=6, top_p=1.0)
