@@ -224,6 +224,7 @@ def sicken(engine: Engine, fault: str) -> dict[str, Any]:
     return {"before_step": before_step, "step": engine.run_step}
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("fault", ["embedding", "cache", "head"])
 def test_rows_that_are_not_finite_are_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same step as without graphs: also a chunk that ends before its prompt's end, of which nothing is drawn."""
