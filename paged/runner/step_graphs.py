@@ -113,7 +113,11 @@ class StepGraphs:
             self._inputs[self._slot] = padding
             self._inputs[self._decoded] = -1
             self._inputs[self._front : self._front + size] = padding
-            self._run_compute(size, has_chunks=False, has_splits=size <= self._most_split_rows)
+            if size > self._most_split_rows:
+                self._run_compute(size, has_chunks=False, has_splits=False)
+            # The more rows, the fewer batches have one that is longer than its share.
+            if size <= 4 * self._most_split_rows:
+                self._run_compute(size, has_chunks=False, has_splits=True)
             self._run(("sample", size, 0), partial(self._sample, size, 0))
 
     def compute(self, plan: StepPlan, rows: Sequence[int]) -> bool:
