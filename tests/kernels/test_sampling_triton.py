@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -271,6 +273,17 @@ def test_nothing_waits_for_the_host(monkeypatch: pytest.MonkeyPatch, asks: str) 
     columns = mapped(columns_of(generator, 5, 300, asks), lambda tensor: tensor.to("meta"))
     sampled = sample_on_card(torch.empty(5, 300, device="meta"), columns)
     assert sampled.tokens_R.shape == sampled.logprobs_R.shape == (5,)
+
+
+def test_all_kernels_wait_for_the_one_before() -> None:
+    """A program that ends at once without waiting lets the next kernel begin too early, so the wait comes first."""
+    modules = (sampling_triton, sampling_adjust_triton)
+    kernels = {name: getattr(module, name) for module in modules for name in dir(module) if name.endswith("_kernel")}
+    assert len(kernels) == 9, kernels
+    for name, kernel in kernels.items():
+        before, after = inspect.getsource(kernel.fn).split("tl.extra.cuda.gdc_wait()")
+        assert not {"tl.load", "tl.store", "return"} & set(re.findall(r"[\w.]+", before.split('"""')[-1])), name
+        assert after.lstrip().startswith("tl.extra.cuda.gdc_launch_dependents()"), name
 
 
 @triton.jit
