@@ -44,18 +44,16 @@ MODES: dict[str, dict[str, float]] = {
     "top_k, top_p": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
 }
 # What is set in which module.
-VARIANTS: dict[str, dict[str, int | bool]] = {
+VARIANTS: dict[str, dict[str, int]] = {
     "as it is": {},
     "long exponential": {"SHORT_BITS": 0},
-    "rows in order": {"BACKWARDS": False},
-    "lists apart": {"LISTS_WITH_MASSES": False},
-    "draws apart": {"DRAWS_WITH_MASSES": False},
-    "both apart": {"LISTS_WITH_MASSES": False, "DRAWS_WITH_MASSES": False},
     "masses by 4 warps": {"WEIGH_WARPS": 4},
     "masses by 16 warps": {"WEIGH_WARPS": 16},
     "draws by 4 warps": {"DRAW_WARPS": 4},
     "draws by 16 warps": {"DRAW_WARPS": 16},
-    "narrow bracket": {"HALF_BRACKET": 1024},
+    "cuts by 16 warps": {"CUT_WARPS": 16},
+    "narrow bracket": {"HALF_BRACKET": 1536},
+    "wide bracket": {"HALF_BRACKET": 2048},
 }
 VARIANT_MODES = ("greedy", "temperature", "top_p", "top_k")
 
@@ -128,7 +126,7 @@ def compare(rounds: int) -> dict[str, int]:
 
 
 @contextmanager
-def changed(constants: dict[str, int | bool]) -> Iterator[None]:
+def changed(constants: dict[str, int]) -> Iterator[None]:
     """The constants of the kernels, changed for a while."""
     before = {}
     for name, value in constants.items():

@@ -2,7 +2,7 @@
 
 A library's exponential differs between CPU and card, between versions and often between a vector's body and its tail.
 These two are steps that IEEE 754 or integer arithmetic define to the last bit, none of them fused, so that a kernel
-that repeats them in this order gives these bits (``paged.kernels.sampling_triton`` does).
+that repeats them in this order gives these bits (``paged.kernels.sampling_math_triton`` does).
 
 **Long**: the fp64 product x * log2(e) is split into a whole number and the rest f; 2^f is the fourth power of
 2^(f / 4), a polynomial in fp64.

@@ -1,7 +1,7 @@
 """Owns the search for the last token that a row keeps: a guess of two logits around it, the list between, the cut.
 
-Shapes: P parts, C clusters of tokens, S sampled tokens, T parts taken together, B bins of the bracket or groups of a
-quarter of a part, N candidates.
+Shapes: P parts, C clusters of tokens, S sampled tokens of a cluster, T parts taken together, B bins of the bracket or
+groups of a quarter of a part, N candidates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from paged.kernels.sampling_math_triton import (
     highest_of_row,
     inverse_of,
     is_number,
-    load_part,
     masses_of,
     words_of,
 )
@@ -26,10 +25,10 @@ _BINS_PER_UNIT = tl.constexpr(4.0)
 
 
 @triton.jit
-def _bin(x, top, inverse):
-    """Bin of a logit by its distance from the highest; the last one takes what weighs nothing."""
-    below = (top - x).to(tl.float32) * inverse * _BINS_PER_UNIT
-    return tl.where(below < _BINS - 1, below, _BINS - 1.0).to(tl.int32)
+def _bin(x, counts, top, inverse):
+    """Bin of a logit by its distance from the highest: the last if it does not count, the one before for no weight."""
+    below = (top - x) * inverse * _BINS_PER_UNIT
+    return tl.where(counts, tl.where(below < _BINS - 2, below, _BINS - 2.0), _BINS - 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -51,44 +50,54 @@ def _bins_holding(values_B, total):
 
 @triton.jit
 def bracket_kernel(
-    logits_ptr, max_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, high_ptr, bounds_ptr, stride, vocab_size,
-    num_parts, PARTS: tl.constexpr, PART: tl.constexpr, CLUSTER: tl.constexpr, SAMPLED: tl.constexpr,
-    TOGETHER: tl.constexpr, HALF_BRACKET: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
-    SOME: tl.constexpr,
+    logits_ptr, max_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, high_ptr, bounds_ptr, listed_ptr, is_cut_ptr,
+    stride, vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, CLUSTER: tl.constexpr,
+    SAMPLED: tl.constexpr, TOGETHER: tl.constexpr, HALF_BRACKET: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr, MIN_P: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Guess the logits between which a row's last kept token lies; nothing but speed hangs on it.
+    """Guess the logits between which a row's last kept token lies, and begin an empty list for those between.
 
-    The highest of a cluster stand for themselves, every eighth of the others for eight.
+    Nothing but speed hangs on the guess. The highest of a cluster stand for themselves, an eighth of the others for all
+    of these.
     """
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     if SOME and tl.load(temperature_ptr + row) < 0:
         return
-    top = highest_of_row(max_ptr, row, num_parts, PARTS)
+    top = highest_of_row(max_ptr, row, num_parts, PARTS).to(tl.float32)
     inverse = inverse_of(temperature_ptr, row).to(tl.float32)
     num_clusters = num_parts * (PART // CLUSTER)
     part_T1 = tl.arange(0, TOGETHER)[:, None]
-    place_1S = tl.arange(0, PART // SAMPLED)[None]
     cluster_1C = tl.arange(0, PART // CLUSTER)[None]
+    each: tl.constexpr = CLUSTER // SAMPLED
+    token_11S = tl.arange(0, each)[None, None]
     high_count_B = tl.zeros([_BINS], tl.int32)
     other_count_B = tl.zeros([_BINS], tl.int32)
+    high_weight_TC = tl.zeros([TOGETHER, PART // CLUSTER], tl.float32)
     high_row_ptr = high_ptr + row.to(tl.int64) * num_clusters
     for first in range(0, num_parts, TOGETHER):
         cluster_TC = (first + part_T1) * (PART // CLUSTER) + cluster_1C
-        high_TC = tl.load(high_row_ptr + cluster_TC, cluster_TC < num_clusters, float("-inf"))
-        bin_TC = _bin(high_TC, top.to(tl.float32), inverse)
-        high_count_B += tl.histogram(tl.reshape(bin_TC, [TOGETHER * (PART // CLUSTER)]), _BINS)
         # The first eighth of a part has 4 tokens of each cluster.
-        id_TS = (first + part_T1) * PART + place_1S
-        exists_TS = (first + part_T1 < num_parts) & (id_TS < vocab_size)
-        x_TS = tl.load(logits_ptr + row.to(tl.int64) * stride + id_TS, exists_TS, float("-inf")).to(tl.float32)
-        own_TS = (first + part_T1) * (PART // CLUSTER) + place_1S // 4
-        own_high_TS = tl.load(high_row_ptr + own_TS, exists_TS, float("-inf"))
-        bin_TS = tl.where(x_TS < own_high_TS, _bin(x_TS, top.to(tl.float32), inverse), _BINS - 1)
-        other_count_B += tl.histogram(tl.reshape(bin_TS, [TOGETHER * (PART // SAMPLED)]), _BINS)
+        id_TC = (first + part_T1) * PART + cluster_1C * each
+        exists_TC = id_TC < vocab_size
+        high_TC = tl.load(high_row_ptr + cluster_TC, exists_TC, float("-inf"))
+        bin_TC = _bin(high_TC, exists_TC, top, inverse)
+        high_weight_TC += tl.where(exists_TC, tl.exp(tl.minimum((high_TC - top) * inverse, 0.0)), 0.0)
+        high_count_B += tl.histogram(tl.reshape(bin_TC, [TOGETHER * (PART // CLUSTER)]), _BINS)
+        id_TCS = id_TC[:, :, None] + token_11S
+        exists_TCS = id_TCS < vocab_size
+        x_TCS = tl.load(logits_ptr + row.to(tl.int64) * stride + id_TCS, exists_TCS, float("-inf")).to(tl.float32)
+        bin_TCS = _bin(x_TCS, exists_TCS & (x_TCS < high_TC[:, :, None]), top, inverse)
+        other_count_B += tl.histogram(tl.reshape(bin_TCS, [TOGETHER * (PART // SAMPLED)]), _BINS)
     bin_B = tl.arange(0, _BINS)
-    count_B = (high_count_B + other_count_B * SAMPLED).to(tl.float32)
-    count_B = tl.where(bin_B < _BINS - 1, count_B, 0.0)
-    weight_B = count_B * tl.exp((bin_B.to(tl.float32) + 0.5) * (-1.0 / _BINS_PER_UNIT))
+    counts_B = bin_B < _BINS - 1
+    num_others = tl.sum(tl.where(counts_B, other_count_B, 0)).to(tl.float32)
+    share = (vocab_size - tl.sum(tl.where(counts_B, high_count_B, 0))).to(tl.float32) / tl.maximum(num_others, 1.0)
+    count_B = tl.where(bin_B < _BINS - 2, high_count_B.to(tl.float32) + other_count_B.to(tl.float32) * share, 0.0)
+    unit_weight_B = tl.exp((bin_B.to(tl.float32) + 0.5) * (-1.0 / _BINS_PER_UNIT))
+    weight_B = count_B * unit_weight_B
     limit_bins = tl.zeros([], tl.float32) + _BINS
     if MIN_P:
         min_p = tl.maximum(tl.load(min_p_ptr + row).to(tl.float32), 1e-30)
@@ -102,19 +111,26 @@ def bracket_kernel(
         top_p = tl.load(top_p_ptr + row).to(tl.float32)
         if top_p < 1:
             mass = _sum_before(weight_B, _bins_holding(count_B, low_rank))
-            high_rank = _sum_before(count_B, _bins_holding(weight_B, top_p * mass))
+            # The few that weigh most are among the highest; the middles of their bins say too little of them.
+            missed = tl.sum(tl.sum(high_weight_TC, 1)) - tl.sum(high_count_B.to(tl.float32) * unit_weight_B)
+            bins = _bins_holding(weight_B, top_p * (mass + missed) - missed)
+            # Within a bin the first tokens weigh more than the last, so that fewer of them reach a part of its mass.
+            last = bins - tl.floor(bins)
+            high_rank = _sum_before(count_B, bins - last * (1 - last) * (0.5 / _BINS_PER_UNIT))
             # Where top_k cuts far below the nucleus, the list can hold but one of the two ends.
             low_rank = tl.where(low_rank - high_rank < HALF_BRACKET, low_rank, high_rank)
     low_rank = low_rank + HALF_BRACKET
     high_rank = high_rank - HALF_BRACKET
     unit = inverse * _BINS_PER_UNIT
     # Where the bins do not hold so many, all that weighs anything is listed.
-    low = top.to(tl.float32) - tl.minimum(_bins_holding(count_B, low_rank), _BINS - 1.0) / unit
-    high = top.to(tl.float32) - _bins_holding(count_B, tl.maximum(high_rank, 0.0)) / unit
+    low = top - tl.minimum(_bins_holding(count_B, low_rank), _BINS - 2.0) / unit
+    high = top - _bins_holding(count_B, tl.maximum(high_rank, 0.0)) / unit
     element = bounds_ptr.dtype.element_ty
     # -inf is never inside: it stands for what lies beyond the vocabulary.
     tl.store(bounds_ptr + row * 2, tl.maximum(low, LEAST_LOGIT).to(element))
     tl.store(bounds_ptr + row * 2 + 1, tl.where(high_rank > 0, high, float("inf")).to(element))
+    tl.store(listed_ptr + row, 0)
+    tl.store(is_cut_ptr + row, False)
 
 
 @triton.jit
@@ -151,25 +167,6 @@ def append_listed(
             tl.store(list_id_ptr + first_of_row + slot_B, token_B, exists_B)
             bits_B = bits_B ^ lowest_B
             slot_B += 1
-
-
-@triton.jit
-def list_kernel(
-    logits_ptr, temperature_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size,
-    PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, CANDIDATES: tl.constexpr, SOME: tl.constexpr,
-):  # fmt: skip
-    """List a part's tokens inside the bracket."""
-    part = tl.program_id(0)
-    row = tl.program_id(1)
-    if SOME and tl.load(temperature_ptr + row) < 0:
-        return
-    low = tl.load(bounds_ptr + row * 2)
-    high = tl.load(bounds_ptr + row * 2 + 1)
-    listed_B = tl.zeros([PART // 16], tl.int32)
-    for quarter in range(4):
-        x_B4, _id_B4, _group_B = load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
-        listed_B += listed_bits(x_B4, quarter, low, high)
-    append_listed(listed_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART, CANDIDATES)
 
 
 @triton.jit
@@ -254,7 +251,7 @@ def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, 
     ``above_mass`` are those of the tokens above all of them.
     """
     wide: tl.constexpr = key_N.dtype == tl.uint64
-    value_N = mass_N if BY_MASS else exists_N.to(tl.int64)
+    value_N = mass_N if BY_MASS else exists_N.to(tl.int32)
     start = above_mass if BY_MASS else above_count.to(tl.int64)
     # The greatest key such that what is not below it suffices, two bits at a time.
     ones = tl.full([], 2**64 - 1 if wide else 2**32 - 1, key_N.dtype)
@@ -357,24 +354,29 @@ def _search_row(
 @triton.jit
 def cut_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr,
-    counts_ptr, masses_ptr, least_ptr, bounds_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr,
-    score_ptr, last_ptr, last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr,
-    SHORT: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, DRAWS: tl.constexpr, SOME: tl.constexpr,
+    counts_ptr, masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr, last_ptr,
+    last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
+    CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr, MIN_P: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; or IS_LAST, from the row.
 
-    Where the list has all kept tokens that weigh anything, the row is drawn here, which a score of +inf tells. With
-    DRAWS that holds for the list's share of a row too, if all tokens above the bracket are kept. Others are marked by
-    -1.
+    Rows with a longer list are left to the next pass, and before the last one those whose bracket was wrong. Where the
+    list has all kept tokens that weigh anything, the row is drawn here; others are marked by -1.
     """
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     if SOME and tl.load(temperature_ptr + row) < 0:
         return
-    listed = tl.load(listed_ptr + row)
-    is_open = True
-    if IS_LAST:
+    listed = tl.zeros([], tl.int32)
+    is_open = listed == 0
+    if TOP_K or TOP_P:
+        listed = tl.load(listed_ptr + row)
         is_open = ~tl.load(is_cut_ptr + row)
+        if not IS_LAST:
+            is_open = is_open & (listed <= HELD)
     if is_open:
         row_max = highest_of_row(max_ptr, row, num_parts, PARTS)
         inverse = inverse_of(temperature_ptr, row)
@@ -388,7 +390,6 @@ def cut_kernel(
         kept = total
         is_cut = kept == kept
         drawn = tl.full([], -1, tl.int32)
-        drawn_score = tl.full([], float("inf"), tl.float64)
         if is_number(row_max):
             limit = vocab_size.to(tl.int64)
             if MIN_P:
@@ -398,7 +399,7 @@ def cut_kernel(
             if TOP_K or TOP_P:
                 above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0)).to(tl.int64)
                 above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
-                # A list that is not held with all tokens of its bracket is of no use.
+                # A list that does not hold all tokens of its bracket is of no use.
                 listed = tl.where(listed <= HELD, listed, 0)
                 place_N = tl.arange(0, HELD)
                 exists_N = place_N < listed
@@ -450,24 +451,15 @@ def cut_kernel(
                             )
                         else:
                             is_cut = kept != kept
-                # Where not all above are kept their draw would be right too, but slow to bear out.
-                is_whole = above_count == 0
-                if DRAWS:
-                    is_listed = is_listed & (is_whole | (last < tl.load(bounds_ptr + row * 2 + 1)))
-                else:
-                    is_listed = is_listed & is_whole
-                if is_listed & is_cut & (tl.load(temperature_ptr + row) > 0):
+                if is_listed & (above_count == 0) & is_cut & (tl.load(temperature_ptr + row) > 0):
                     id_N = tl.load(id_N_ptr, exists_N, 0)
                     w0, w1, w2, w3 = words_of(seeds_ptr, positions_ptr, row, id_N // 4)
                     word_N = tl.where(id_N % 2 == 0, tl.where(id_N % 4 == 0, w0, w2), tl.where(id_N % 4 == 1, w1, w3))
                     score_N = exact_noise(word_N) + (x_N.to(tl.float64) - row_max.to(tl.float64)) * inverse
                     kept_N = exists_N & ((x_N > last) | ((x_N == last) & (id_N <= last_id)))
                     score_N = tl.where(kept_N, score_N, float("-inf"))
-                    best_score = tl.max(score_N)
-                    drawn = tl.min(tl.where(kept_N & (score_N == best_score), id_N, ALL))
-                    drawn_score = tl.where(is_whole, drawn_score, best_score)
+                    drawn = tl.min(tl.where(kept_N & (score_N == tl.max(score_N)), id_N, ALL))
         tl.store(drawn_ptr + row, drawn)
-        tl.store(score_ptr + row, drawn_score)
         tl.store(is_cut_ptr + row, is_cut)
         tl.store(last_ptr + row, last)
         tl.store(last_id_ptr + row, last_id)

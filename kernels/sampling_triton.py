@@ -7,14 +7,13 @@ are maxima and sums of integers, which have no order:
 1. ``scan``: the highest logit of each part. Without truncation it draws as well (4).
 2. ``bracket`` (truncation): from the highest of every 32 tokens and every eighth token, guess between which two logits
    the last kept token lies. A guess decides how fast the answer is found, never which it is.
-3. ``weigh``: sums of masses; in the same pass a list of the tokens inside the bracket, and a draw (4) among those above
-   it, which are all kept if the guess was right. ``cut`` finds the last kept token in the list, two bits of its logit
-   at a time, or, where the guess was wrong, in the whole row; and it draws among the kept ones of the list in fp64.
-4. ``draw``: noise of all tokens in fp32, nowhere lower than the contract's by as much as ``MARGIN`` / 4. A part notes
-   its best score and which groups of four tokens are within ``MARGIN`` of it. The kernel of this name does so for rows
-   that 3 could not draw.
-5. ``finish`` computes the best group's scores in fp64; if that group was alone and bears out its rough score, no token
-   but the list's best can win, else it computes whole parts.
+3. ``weigh``: sums of masses, and in the same pass a list of the tokens inside the bracket. ``cut`` finds the last kept
+   token in the list, two bits of its logit at a time, or, where the guess was wrong, in the whole row. Where the list
+   has all kept tokens, it draws among them in fp64.
+4. ``draw``: noise of all other rows' tokens in fp32, nowhere lower than the contract's by as much as ``MARGIN`` / 4. A
+   part notes its best score and which groups of four tokens are within ``MARGIN`` of it.
+5. ``finish`` computes the best group's scores in fp64; if that group was alone and bears out its rough score, no other
+   token can win, else it computes whole parts.
 
 Rows with penalties or biases take the same steps a second time, apart, in fp64.
 
@@ -33,13 +32,14 @@ import triton.language as tl
 from torch import Tensor
 
 from paged.kernels.exponential import is_short
+from paged.kernels.launch import is_dependent, options
+from paged.kernels.sampling_adjust_triton import adjusted, adjusting_rows
 from paged.kernels.sampling_columns import SamplingColumns
 from paged.kernels.sampling_cut_triton import (
     append_listed,
     bracket_kernel,
     cut_kernel,
     least_mass,
-    list_kernel,
     listed_bits,
 )
 from paged.kernels.sampling_math_triton import (
@@ -65,17 +65,14 @@ SAMPLED: Final = 8
 """The bracket sees one token in so many."""
 CANDIDATES: Final = 8192
 """Tokens that a row's list holds."""
-HALF_BRACKET: Final = 2048
-"""Tokens that the bracket is to hold on either side of the guess."""
+HALF_BRACKET: Final = 1792
+"""Tokens that the bracket is to hold on either side of the guess: enough that it is hardly ever wrong, and so few that
+half a list holds both sides and a quarter one."""
 DRAW_WARPS: Final = 8
 WEIGH_WARPS: Final = 8
 """Warps of the kernel that forms masses."""
-BACKWARDS = True
-"""Whether that kernel takes the last row first, which was read last and may still be near."""
-LISTS_WITH_MASSES = True
-"""Whether the kernel that forms masses makes the lists too; else one of their own does."""
-DRAWS_WITH_MASSES = True
-"""Whether that kernel draws too, among the tokens above the bracket; else rows too long for a list are read again."""
+CUT_WARPS: Final = 8
+"""Warps of the kernel that cuts, where it holds half a list or less; two programs share a multiprocessor."""
 
 
 def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int) -> Tensor:
@@ -87,8 +84,8 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int
     if num_rows:
         _mass_kernel[(num_parts, num_rows)](
             logits_RV, row_max_R, divisor_R, mass_RP, logits_RV.stride(0), vocab_size,
-            BITS=bits, SHORT=is_short(bits), PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=WEIGH_WARPS,
-            enable_fp_fusion=False,
+            BITS=bits, SHORT=is_short(bits), PART=PART, ALIGNED=vocab_size % 4 == 0,
+            IS_DEPENDENT=is_dependent(logits_RV), num_warps=WEIGH_WARPS, **options(logits_RV),
         )  # fmt: skip
     return mass_RP.sum(1)
 
@@ -135,61 +132,9 @@ def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tup
     raw = _sample_rows(logits_RV, columns, bits, results)
     size = sum(len(rows) for rows in adjusting_rows(columns))
     if size:
-        rows_A, adjusted_AV, columns_A = _adjusted(logits_RV, columns, min(size, num_rows))
+        rows_A, adjusted_AV, columns_A = adjusted(logits_RV, columns, min(size, num_rows))
         _sample_rows(adjusted_AV, columns_A, bits, results, rows_A, raw)
     return results
-
-
-def adjusting_rows(columns: SamplingColumns) -> list[Tensor]:
-    """Numbers of the rows that have penalties and of those that have biases, the latter once for each."""
-    rows = [] if columns.penalties is None else [columns.penalties.rows_P]
-    return rows if columns.bias is None else [*rows, columns.bias.rows_N]
-
-
-def _adjusted(logits_RV: Tensor, columns: SamplingColumns, size: int) -> tuple[Tensor, Tensor, SamplingColumns]:
-    """Rows after penalties and bias as ``processed_logits`` has them: their numbers, logits and columns.
-
-    There is room for ``size`` rows; what is left over has the number R and a temperature below 0.
-    """
-    num_rows, vocab_size = logits_RV.shape
-    device, penalties, bias = logits_RV.device, columns.penalties, columns.bias
-    is_adjusted_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
-    for rows in adjusting_rows(columns):
-        is_adjusted_R.index_fill_(0, rows, True)
-    number_R = is_adjusted_R.cumsum(0)
-    rows_A = torch.searchsorted(number_R, torch.arange(1, size + 1, device=device))
-    adjusted_AV = torch.empty((size, vocab_size), dtype=torch.float64, device=device)
-    entry_A, changes = rows_A, [logits_RV] * 5
-    if penalties is not None:
-        entries_P = torch.arange(len(penalties.rows_P), device=device)
-        entry_A = torch.full_like(rows_A, -1)
-        entry_A.index_copy_(0, number_R.index_select(0, penalties.rows_P) - 1, entries_P)
-        changes = [penalties.repetition_P, penalties.presence_P, penalties.frequency_P]
-        changes += [penalties.output_counts_PV.contiguous(), penalties.prompt_mask_PV.contiguous()]
-    _penalty_kernel[(triton.cdiv(vocab_size, PART), size)](
-        logits_RV, rows_A, entry_A, *changes, adjusted_AV, logits_RV.stride(0), vocab_size, num_rows,
-        PENALIZES=penalties is not None, PART=PART, ALIGNED=vocab_size % 4 == 0, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
-    if bias is not None and len(bias.rows_N):
-        _bias_kernel[(triton.cdiv(len(bias.rows_N), 128),)](
-            adjusted_AV, number_R, bias.rows_N, bias.token_ids_N, bias.values_N, vocab_size, len(bias.rows_N),
-            BLOCK=128, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    some_A = rows_A.clamp_max(num_rows - 1)
-
-    def chosen(column_R: Tensor | None) -> Tensor | None:
-        return None if column_R is None else column_R.index_select(0, some_A)
-
-    temperature_A = columns.temperature_R.index_select(0, some_A).masked_fill_(rows_A == num_rows, -1.0)
-    columns_A = SamplingColumns(
-        temperature_R=temperature_A,
-        seeds_R=columns.seeds_R.index_select(0, some_A),
-        positions_R=columns.positions_R.index_select(0, some_A),
-        top_k_R=chosen(columns.top_k_R),
-        top_p_R=chosen(columns.top_p_R),
-        min_p_R=chosen(columns.min_p_R),
-    )
-    return rows_A, adjusted_AV, columns_A
 
 
 def _sample_rows(
@@ -235,8 +180,8 @@ def _sample_rows(
     rows = (logits_RV, temperature_R, seeds_R, positions_R)
     shape = (logits_RV.stride(0), vocab_size)
     grid = (num_parts, num_rows)
-    sizes = {"PARTS": parts, "PART": PART, "ALIGNED": vocab_size % 4 == 0, "enable_fp_fusion": False}
-    sizes["SOME"] = rows_R is not None
+    shared = {"PARTS": parts, "SOME": rows_R is not None, "IS_DEPENDENT": is_dependent(logits_RV), **options(logits_RV)}
+    sizes = {"PART": PART, "ALIGNED": vocab_size % 4 == 0, **shared}
     draws = (best_RP, close_RP)
     if truncates:
         clusters = num_parts * (PART // CLUSTER)
@@ -248,7 +193,7 @@ def _sample_rows(
         counts_2RP = empty(2, num_rows, parts, dtype=torch.int32)
         masses_2RP = empty(2, num_rows, parts, dtype=torch.int64)
         least_RP = empty(num_rows, parts, dtype=logits_RV.dtype)
-        listed_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        listed_R = empty(num_rows, dtype=torch.int32)
         list_logit = empty(num_rows, CANDIDATES, dtype=logits_RV.dtype)
         list_id = empty(num_rows, CANDIDATES, dtype=torch.int32)
         _scan_kernel[grid](
@@ -256,100 +201,50 @@ def _sample_rows(
             DRAW=False, CLUSTERS=True, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
         )  # fmt: skip
         searches = asks["TOP_K"] or asks["TOP_P"]
-        draws_above = searches and DRAWS_WITH_MASSES
+        is_cut_R, drawn_R = empty(num_rows, dtype=torch.bool), empty(num_rows, dtype=torch.int32)
         if searches:
             bracket_kernel[(num_rows,)](
-                logits_RV, max_RP, temperature_R, *wanted, high_RC, bounds_R2, *shape, num_parts,
-                PARTS=parts, PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
-                SOME=rows_R is not None, **asks, num_warps=16, maxnreg=64, enable_fp_fusion=False,
+                logits_RV, max_RP, temperature_R, *wanted, high_RC, bounds_R2, listed_R, is_cut_R, *shape, num_parts,
+                PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
+                **asks, num_warps=16, maxnreg=64, **shared,
             )  # fmt: skip
         _weigh_kernel[grid](
-            *rows, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit,
-            list_id, *draws, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"], SEARCHES=searches,
-            LISTS=searches and LISTS_WITH_MASSES, DRAWS=draws_above, BACKWARDS=BACKWARDS, CANDIDATES=CANDIDATES,
-            FAST_LOG=logits_RV.is_cuda,
-            num_warps=WEIGH_WARPS, **sizes,
+            logits_RV, temperature_R, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
+            listed_R, list_logit, list_id, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"],
+            SEARCHES=searches, CANDIDATES=CANDIDATES, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
-        if searches and not LISTS_WITH_MASSES:
-            list_kernel[grid](
-                logits_RV, temperature_R, bounds_R2, listed_R, list_logit, list_id, *shape,
-                CANDIDATES=CANDIDATES, num_warps=8, **sizes,
-            )  # fmt: skip
-        # Most lists are short: a first pass that holds half of one needs so few registers that no row has to wait.
-        is_cut_R, drawn_R = empty(num_rows, dtype=torch.bool), empty(num_rows, dtype=torch.int32)
-        score_R = empty(num_rows, dtype=torch.float64)
-        for held, is_last in ((CANDIDATES // 2, False), (CANDIDATES, True))[: 2 if searches else 1]:
+        # Lists are as long as one side of the bracket or both. Passes that hold a quarter and half of a whole one take
+        # less time, and so few registers that no row has to wait.
+        for share, is_last in ((4, False), (2, False), (1, True)) if searches else ((4, True),):
             cut_kernel[(num_rows,)](
-                *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, bounds_R2, listed_R, list_logit,
-                list_id, is_cut_R, drawn_R, score_R, last_R, last_id_R, kept_R, *shape, num_parts,
-                PARTS=parts, BITS=bits, SHORT=short, CANDIDATES=CANDIDATES, HELD=held, IS_LAST=is_last, CHUNK=4096,
-                SOME=rows_R is not None, DRAWS=draws_above, **asks, num_warps=16 if is_last else 8, maxnreg=128,
-                enable_fp_fusion=False,
+                *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit, list_id,
+                is_cut_R, drawn_R, last_R, last_id_R, kept_R, *shape, num_parts,
+                BITS=bits, SHORT=short, CANDIDATES=CANDIDATES, HELD=CANDIDATES // share, IS_LAST=is_last, CHUNK=4096,
+                **asks, num_warps=16 if share == 1 else CUT_WARPS,
+                maxnreg=128 if share == 1 else 1024 // CUT_WARPS, **shared,
             )  # fmt: skip
         _draw_kernel[grid](
             *rows, max_RP, drawn_R, last_R, last_id_R, *draws, *shape,
             FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
     else:
-        drawn_R, score_R, last_R, last_id_R, kept_R = max_id_RP, temperature_R, max_RP, max_id_RP, mass_RP
+        drawn_R, last_R, last_id_R, kept_R = max_id_RP, max_RP, max_id_RP, mass_RP
         _scan_kernel[grid](
             *rows, max_RP, max_id_RP, *draws, max_RP, *shape,
             DRAW=True, CLUSTERS=False, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
         _weigh_kernel[grid](
-            *rows, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP, max_id_RP, max_RP, max_id_RP,
-            *draws, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False, SEARCHES=False, LISTS=False, DRAWS=False,
-            BACKWARDS=BACKWARDS, CANDIDATES=CANDIDATES, FAST_LOG=logits_RV.is_cuda, num_warps=WEIGH_WARPS, **sizes,
+            logits_RV, temperature_R, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
+            max_id_RP, max_RP, max_id_RP, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False,
+            SEARCHES=False, CANDIDATES=CANDIDATES, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     unlike = (rows_R, None, None, None) if raw is None else (rows_R, raw.logits_RV, raw.max_RP, raw.mass_RP)
     _finish_kernel[(num_rows,)](
-        *rows, max_RP, max_id_RP, mass_RP, drawn_R, score_R, last_R, last_id_R, kept_R, *draws, *results, *unlike,
+        *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, *draws, *results, *unlike,
         *shape, logits_RV.stride(0) if raw is None else raw.logits_RV.stride(0), num_parts,
         BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
     )  # fmt: skip
     return _Raw(logits_RV, max_RP, mass_RP)
-
-
-@triton.jit
-def _penalty_kernel(
-    logits_ptr, rows_ptr, entry_ptr, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr, adjusted_ptr,
-    stride, vocab_size, num_rows, PENALIZES: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """A part of a row in fp64 after its penalties, if it has any."""
-    part = tl.program_id(0)
-    place = tl.program_id(1)
-    row = tl.load(rows_ptr + place)
-    if row < num_rows:
-        for quarter in range(4):
-            x_B4, id_B4, _group_B = load_part(
-                logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED
-            )
-            x_B4 = x_B4.to(tl.float64)
-            exists_B4 = id_B4 < vocab_size
-            if PENALIZES:
-                entry = tl.load(entry_ptr + place)
-                if entry >= 0:
-                    count_B4 = tl.load(counts_ptr + entry * vocab_size + id_B4, exists_B4, 0)
-                    in_prompt_B4 = tl.load(prompt_ptr + entry * vocab_size + id_B4, exists_B4, 0) != 0
-                    repetition = tl.load(repetition_ptr + entry)
-                    repeated_B4 = tl.where(x_B4 > 0, x_B4 / repetition, x_B4 * repetition)
-                    x_B4 = tl.where((count_B4 > 0) | in_prompt_B4, repeated_B4, x_B4)
-                    x_B4 -= tl.load(frequency_ptr + entry) * count_B4.to(tl.float64)
-                    x_B4 -= tl.load(presence_ptr + entry) * (count_B4 > 0).to(tl.float64)
-            tl.store(adjusted_ptr + place.to(tl.int64) * vocab_size + id_B4, x_B4, exists_B4)
-
-
-@triton.jit
-def _bias_kernel(
-    adjusted_ptr, number_ptr, rows_ptr, ids_ptr, values_ptr, vocab_size, num_biases, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add biases to the adjusted rows, whose numbers count from 1."""
-    bias_N = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists_N = bias_N < num_biases
-    place_N = tl.load(number_ptr + tl.load(rows_ptr + bias_N, exists_N, 0), exists_N, 1) - 1
-    logit_N_ptr = adjusted_ptr + place_N * vocab_size + tl.load(ids_ptr + bias_N, exists_N, 0)
-    biased_N = tl.load(logit_N_ptr, exists_N, 0.0) + tl.load(values_ptr + bias_N, exists_N, 0.0)
-    tl.store(logit_N_ptr, biased_N, exists_N)
 
 
 @triton.jit
@@ -379,9 +274,12 @@ def _rough_draw(
 def _scan_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr, high_ptr, stride,
     vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, DRAW: tl.constexpr,
-    CLUSTERS: tl.constexpr, FAST_LOG: tl.constexpr, SOME: tl.constexpr,
+    CLUSTERS: tl.constexpr, FAST_LOG: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Highest logit of a part; and what it draws, or the highest logit of each cluster of 32 tokens."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1)
     if SOME and tl.load(temperature_ptr + row) < 0:
@@ -410,9 +308,12 @@ def _scan_kernel(
 def _draw_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, drawn_ptr, last_ptr, last_id_ptr, best_ptr,
     close_ptr, stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
-    FAST_LOG: tl.constexpr, SOME: tl.constexpr,
+    FAST_LOG: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """What a part draws among the tokens up to a row's last kept one."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1)
     if SOME and tl.load(temperature_ptr + row) < 0:
@@ -433,9 +334,12 @@ def _draw_kernel(
 @triton.jit
 def _mass_kernel(
     logits_ptr, max_ptr, divisor_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, SHORT: tl.constexpr,
-    PART: tl.constexpr, ALIGNED: tl.constexpr,
+    PART: tl.constexpr, ALIGNED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Sum of masses of a part, given the row's highest logit."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1)
     inverse = 1.0 / tl.load(divisor_ptr + row)
@@ -450,21 +354,21 @@ def _mass_kernel(
 
 @triton.jit
 def _weigh_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr,
-    masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, best_ptr, close_ptr, stride, vocab_size, num_parts,
-    PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
-    MIN_P: tl.constexpr, SEARCHES: tl.constexpr, LISTS: tl.constexpr, BACKWARDS: tl.constexpr, DRAWS: tl.constexpr,
-    CANDIDATES: tl.constexpr, FAST_LOG: tl.constexpr, SOME: tl.constexpr,
+    logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
+    listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
+    ALIGNED: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, MIN_P: tl.constexpr, SEARCHES: tl.constexpr,
+    CANDIDATES: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a part's masses: all; with SEARCHES also those above the bracket; and those that min_p keeps.
+    """Sums of a part's masses: all; those that min_p keeps; and with SEARCHES those above the bracket.
 
-    With LISTS it lists the part's tokens inside the bracket too, as ``list_kernel`` else does. With DRAWS it draws
-    among those above, all of which will be kept if the bracket is right.
+    With SEARCHES it lists the part's tokens inside the bracket too.
     """
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
-    row = tl.program_id(1)
-    if BACKWARDS:
-        row = tl.num_programs(1) - 1 - row
+    # The row that was read last comes first: it may still be near.
+    row = tl.num_programs(1) - 1 - tl.program_id(1)
     if SOME and tl.load(temperature_ptr + row) < 0:
         return
     place = row * PARTS + part
@@ -478,34 +382,20 @@ def _weigh_kernel(
     likely_mass_B = zero_B
     likely_count_B = zero_B.to(tl.int32)
     least_B = zero_B.to(logits_ptr.dtype.element_ty) + float("inf")
-    best_B = tl.full([PART // 16], float("-inf"), tl.float32)
-    second_B = best_B
-    place_B = tl.zeros([PART // 16], tl.int32)
-    if DRAWS:
-        part_max = tl.load(max_ptr + place)
-        base = tl.where(is_number(part_max), part_max, 0.0)
-        steep = tl.minimum(inverse, STEEPEST).to(tl.float32)
-    low = tl.full([], float("inf"), logits_ptr.dtype.element_ty)
-    high = low
     if SEARCHES:
         low = tl.load(bounds_ptr + row * 2)
         high = tl.load(bounds_ptr + row * 2 + 1)
     # A quarter at a time: with all masses in registers few programs would fit beside each other.
     for quarter in range(4):
-        x_B4, id_B4, group_B = load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
+        x_B4, id_B4, _group_B = load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
         mass_B4 = masses_of(x_B4, row_max, inverse, BITS, SHORT)
         mass_B += tl.sum(mass_B4, 1)
-        if high < float("inf"):
-            above_B4 = x_B4 >= high
-            above_count_B += tl.sum(above_B4.to(tl.int32), 1)
-            above_mass_B += tl.sum(tl.where(above_B4, mass_B4, 0), 1)
-            if DRAWS:
-                best_B, second_B, place_B = add_rough(
-                    tl.where(above_B4, x_B4, float("-inf")), group_B, quarter, base, steep, row, seeds_ptr,
-                    positions_ptr, best_B, second_B, place_B, PART // 16, FAST_LOG,
-                )  # fmt: skip
-        if LISTS:
+        if SEARCHES:
             listed_B += listed_bits(x_B4, quarter, low, high)
+            if high < float("inf"):
+                above_B4 = x_B4 >= high
+                above_count_B += tl.sum(above_B4.to(tl.int32), 1)
+                above_mass_B += tl.sum(tl.where(above_B4, mass_B4, 0), 1)
         if MIN_P:
             likely_B4 = (mass_B4 >= least_mass(min_p_ptr, row, BITS)) & (id_B4 < vocab_size)
             likely_count_B += tl.sum(likely_B4.to(tl.int32), 1)
@@ -513,30 +403,31 @@ def _weigh_kernel(
             inf = tl.full([], float("inf"), logits_ptr.dtype.element_ty)
             least_B = tl.minimum(least_B, tl.min(tl.where(likely_B4, x_B4, inf), 1))
     tl.store(mass_ptr + place, tl.sum(mass_B))
-    rows_apart = tl.num_programs(1) * PARTS
     if SEARCHES:
         tl.store(counts_ptr + place, tl.sum(above_count_B))
         tl.store(masses_ptr + place, tl.sum(above_mass_B))
-    if DRAWS:
-        store_rough(best_ptr, close_ptr, place, best_B, second_B, place_B, PART)
-    if MIN_P:
-        tl.store(counts_ptr + rows_apart + place, tl.sum(likely_count_B))
-        tl.store(masses_ptr + rows_apart + place, tl.sum(likely_mass_B))
-        tl.store(least_ptr + place, tl.min(least_B))
-    if LISTS:
         append_listed(
             listed_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART, CANDIDATES
         )  # fmt: skip
+    if MIN_P:
+        rows_apart = tl.num_programs(1) * PARTS
+        tl.store(counts_ptr + rows_apart + place, tl.sum(likely_count_B))
+        tl.store(masses_ptr + rows_apart + place, tl.sum(likely_mass_B))
+        tl.store(least_ptr + place, tl.min(least_B))
 
 
 @triton.jit
 def _finish_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, score_ptr,
-    last_ptr, last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, rows_ptr,
-    raw_logits_ptr, raw_max_ptr, raw_mass_ptr, stride, vocab_size, raw_stride, num_parts, PARTS: tl.constexpr,
-    PART: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr, SOME: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, last_ptr,
+    last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, rows_ptr, raw_logits_ptr,
+    raw_max_ptr, raw_mass_ptr, stride, vocab_size, raw_stride, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
+    ALIGNED: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr, SOME: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Token of a row and its log-probabilities."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     if SOME and tl.load(temperature_ptr + row) < 0:
         return
@@ -549,18 +440,15 @@ def _finish_kernel(
     max_P = tl.load(max_ptr + place_P, exists_P, float("-inf"))
     total = tl.sum(tl.load(mass_ptr + place_P, exists_P, 0))
     token = tl.zeros([], tl.int32)
-    best_score = tl.full([], float("-inf"), tl.float64)
     drawn = tl.full([], -1, tl.int32)
     if TRUNCATES:
         drawn = tl.load(drawn_ptr + row)
     if is_finite:
         if tl.load(temperature_ptr + row) == 0:
             token = tl.min(tl.where(max_P == row_max, tl.load(max_id_ptr + place_P, exists_P, ALL), ALL))
-            best_score = tl.full([], float("inf"), tl.float64)
         elif drawn >= 0:
             token = drawn
-            best_score = tl.load(score_ptr + row)
-        if best_score < float("inf"):
+        else:
             # Scores of parts are above their own highest logit; a part without a finite one has none.
             steep = tl.minimum(inverse, STEEPEST).to(tl.float32)
             shift_P = ((tl.where(is_number(max_P), max_P, row_max) - row_max).to(tl.float32)) * steep
@@ -575,13 +463,11 @@ def _finish_kernel(
                 x_14 = tl.load(logits_ptr + row.to(tl.int64) * stride + id_14, id_14 < vocab_size, float("-inf"))
                 if TRUNCATES:
                     x_14 = only_kept(x_14, id_14, last_ptr, last_id_ptr, row)
-                score, found = best_of_groups(x_14, group_1, row_max, row, inverse, seeds_ptr, positions_ptr, 1)
+                score, token = best_of_groups(x_14, group_1, row_max, row, inverse, seeds_ptr, positions_ptr, 1)
                 # Rough noise may be too high; then another token may have won.
                 is_told = score >= best - MARGIN / 4
-                wins = (score > best_score) | ((score == best_score) & (found < token))
-                token = tl.where(wins, found, token)
-                best_score = tl.maximum(score, best_score)
             if not is_told:
+                best_score = tl.full([], float("-inf"), tl.float64)
                 best_part = tl.min(tl.where(best_P == best, part_P, ALL))
                 # The part that looks best comes first, so that few of the others can still hold the winner.
                 for step in range(num_parts + 1):
