@@ -56,7 +56,7 @@ OTHERS: dict[str, dict[Any, float]] = {
     "qwen3_8b": {
         **{"nano": 9_716, "nano_logprobs": 9_530, "nano_top_p": 6_866, "prover": 2_957},
         **{(1, 1024): 5.3, (8, 1024): 5.9, (64, 1024): 8.2, (256, 1024): 19.5, (64, 4096): 14.6},
-        PREFILL: 42_800,
+        "prefill": 42_800,
     },
     "qwen3_0_6b": {"nano": 23_908, "nano_logprobs": 22_079, "nano_top_p": 11_518},
 }
@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace, numerics: str) -> list[dict[str, Any]]:
             engine.scheduler.pool.forget()
             rate = time_prefill(engine, watch, *prefill)
             rows.append({"model": options.model, "numerics": numerics, "prefill_tokens_per_s": rate})
-            print(f"prefill, {numerics}: {rate:,.0f} tokens/s (vLLM {others.get(PREFILL, '-')})", flush=True)
+            print(f"prefill, {numerics}: {rate:,.0f} tokens/s (vLLM {others.get('prefill', '-')})", flush=True)
     finally:
         engine.close()
     return rows

@@ -45,7 +45,7 @@ MODULES = {
     "gemm": ("gemm", "moe_triton"),
     "attention": ("attention_hopper", "attention_hopper_decode", "attention_triton", "kv_cache_triton"),
     "rowwise": ("rowwise_triton",),
-    "sampling": ("sampling_triton", "sampling_cut_triton"),
+    "sampling": ("sampling_triton", "sampling_cut_triton", "sampling_adjust_triton"),
     "other": ("step_rows_triton",),
 }
 # Kernels of libraries, by a part of their names.

@@ -14,7 +14,7 @@ import bisect
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -38,6 +38,9 @@ from paged.runner.slots import SlotTables
 from paged.runner.transfers import download, staging
 
 _LOG = logging.getLogger(__name__)
+
+# What a graph does, the number of its rows, and what it is made for.
+_Key = tuple[str | int | bool, ...]
 
 # Sizes that steps of a few rows are padded to; larger ones are those that products are padded to.
 SMALL_SIZES = (1, 2, 4, 8)
@@ -100,7 +103,7 @@ class StepGraphs:
         self.nan_B = torch.zeros(num_slots, dtype=torch.bool, device=device)
         # Tokens, log-probabilities before and after truncation, NaN flags of rows, and of plan rows.
         self._results = torch.zeros((5, num_slots), dtype=torch.int32, device=device)
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self._recorder: _Recorder | None = None
         self._num_rows = self._num_sampled = 0
         self._has_warned = False
@@ -270,7 +273,7 @@ class StepGraphs:
         keep_draws(found, slot_R, position_R, self._slots.tokens_SP, self._results[:4])
         self._results[4].copy_(self.nan_B)
 
-    def _run(self, key: Hashable, work: Callable[[], None]) -> None:
+    def _run(self, key: _Key, work: Callable[[], None]) -> None:
         """Replay the graph of ``work``; the first time do the work plainly, which also builds kernels, then capture."""
         graph = self._graphs.get(key)
         if graph is not None:

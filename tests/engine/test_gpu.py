@@ -321,7 +321,8 @@ def test_all_graphs_fit_into_the_engine_s_share_of_the_card() -> None:
             outputs: list[CompletionOutput] = [output for result in results for output in result.outputs]
             assert all(output.finish_reason == "length" for output in outputs)
             expected.add(("sample", size, asks))
-    assert set(graphs._graphs) >= expected
+    # Of steps of the network with splits or without, whatever the batches had.
+    assert {key[:3] for key in graphs._graphs} >= expected
     after = CardMemory.read(device)
     used = after.total - after.free - before.others
     assert used <= share * after.total
