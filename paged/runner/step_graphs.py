@@ -103,7 +103,7 @@ class StepGraphs:
         self.nan_B = torch.zeros(num_slots, dtype=torch.bool, device=device)
         # Tokens, log-probabilities before and after truncation, NaN flags of rows, and of plan rows.
         self._results = torch.zeros((5, num_slots), dtype=torch.int32, device=device)
-        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._recorder: _Recorder | None = None
         self._num_rows = self._num_sampled = 0
         self._has_warned = False
