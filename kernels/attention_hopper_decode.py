@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from paged.kernels.attention_hopper import fold, suits_hopper
 from paged.kernels.batch_layout import BatchLayout, DecodeWork
 from paged.kernels.kv_cache import LayerCache
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, num_sms, options
 from paged.kernels.numerics import Numerics
 
 ROWS = 16
@@ -38,7 +38,7 @@ def suits_hopper_decode(num_heads: int, cache: LayerCache, dtype: torch.dtype, n
 
 def num_programs(device: torch.device) -> int:
     """Programs that the card runs at a time."""
-    return PROGRAMS_PER_SM * _num_sms(device)
+    return PROGRAMS_PER_SM * num_sms(device)
 
 
 def decode_items_hopper(
@@ -90,14 +90,12 @@ def decode_items_hopper(
 
 @functools.cache
 def claimed(device: torch.device) -> torch.Tensor:
-    """How many items the programs have claimed beyond their first; zero between launches. Graphs keep the address."""
+    """How many items the programs have claimed beyond their first; zero between launches. Graphs keep the address.
+
+    Launches that use it must not overlap: all of a device come from one stream.
+    """
     assert not torch.cuda.is_current_stream_capturing(), "run once before a graph is captured"
     return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @gluon.jit

@@ -5,9 +5,9 @@ says, for models in bf16 or fp16. Scores are fp32 sums of products in the model'
 an online softmax over its tiles of ``kv_tile`` keys, with base 2: weights are ``exp2(score * c - top * c)`` with
 c = scale * log2(e), rounded to the model's dtype, and both the sum of weights and the sum of values are matrix products
 that continue the accumulator. Splits are folded left to right in fp32: the first as it is, each later one as
-``sum * a + sum2 * b``. Which kernel takes a row, whether one program takes all
-its splits, the rows beside it, chunks, blocks and warps leave its bits alone: equal programs of exact or elementwise
-operations, and matrix products that keep one order (shown on the card).
+``sum * a + sum2 * b``. Which kernel takes a row, whether one program takes all its splits, the rows beside it, chunks,
+blocks and warps leave its bits alone: equal programs of exact or elementwise operations, and matrix products that keep
+one order (shown on the card).
 
 No grid hangs on how much work there is, only on how long the lists of it are: programs read from the device what
 counts, so that a CUDA graph can hold the launches. A program waits for the kernel before its own and only then lets the
@@ -16,7 +16,6 @@ next one start: so what was written before the one it waits for is there from th
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -28,7 +27,7 @@ from paged.kernels.attention_hopper import chunk_attention_hopper, suits_hopper
 from paged.kernels.attention_hopper_decode import decode_items_hopper, suits_hopper_decode
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork
 from paged.kernels.kv_cache import LayerCache
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, num_sms, options
 from paged.kernels.numerics import Numerics
 
 LOG2_E = math.log2(math.e)
@@ -231,12 +230,7 @@ def _chunk_rows(cache: LayerCache) -> int:
 
 def _decode_programs(device: torch.device) -> int:
     """Programs that share the items: as many as the card holds at a time; interpreted, a few, each with much to do."""
-    return (_num_sms(device) if device.type == "cuda" else 1) * DECODE_PROGRAMS_PER_SM
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return (num_sms(device) if device.type == "cuda" else 1) * DECODE_PROGRAMS_PER_SM
 
 
 @triton.jit

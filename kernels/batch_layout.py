@@ -33,8 +33,8 @@ class DecodeWork:
         rows_N3: int32, one row that is not whole: row of the step, its first item, number of its items. A row without
             items is one of padding and is given zeros; one whose number is negative is none at all.
         num_items_1: int32 [1], how many of the items count.
-        most_splits: no row of ``rows_N3`` has more items; a launch may be built for it, no bits hang on it. 0: there
-            are no such rows, nor rows of padding.
+        most_splits: about the most items that a row of ``rows_N3`` has; a launch is built for it, no bits hang on it.
+            0: there are no such rows, nor rows of padding.
     """
 
     items_I4: torch.Tensor

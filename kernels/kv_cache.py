@@ -55,7 +55,10 @@ class LayerCache:
 
 
 def store(cache: LayerCache, key_TKD: torch.Tensor, value_TKD: torch.Tensor, cell_T: torch.Tensor) -> None:
-    """Write row t of keys and values to cell ``cell_T[t]`` (int64, distinct), rounded to the cache's dtype."""
+    """Write row t of keys and values to cell ``cell_T[t]`` (int64, distinct), rounded to the cache's dtype.
+
+    On a card, without scales, a negative cell stores nothing.
+    """
     shape = (cell_T.shape[0], cache.num_kv_heads, cache.head_dim)
     assert key_TKD.shape == value_TKD.shape == shape, (key_TKD.shape, value_TKD.shape, shape)
     assert cell_T.dtype == torch.int64

@@ -26,3 +26,9 @@ def is_dependent(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Processors of the card."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -72,7 +72,8 @@ def adjusted(logits_RV: Tensor, columns: SamplingColumns, size: int) -> tuple[Te
     return rows_A, adjusted_AV, columns_A
 
 
-@triton.jit
+# Their number changes from step to step.
+@triton.jit(do_not_specialize=["num_rows"])
 def _penalty_kernel(
     logits_ptr, rows_ptr, entry_ptr, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr, adjusted_ptr,
     stride, vocab_size, num_rows, PENALIZES: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
@@ -105,7 +106,7 @@ def _penalty_kernel(
             tl.store(adjusted_ptr + place.to(tl.int64) * vocab_size + id_B4, x_B4, exists_B4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_biases"])
 def _bias_kernel(
     adjusted_ptr, number_ptr, rows_ptr, ids_ptr, values_ptr, vocab_size, num_biases, BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,

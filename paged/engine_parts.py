@@ -161,7 +161,11 @@ def build_parts(
 
 
 def warm_up(parts: Parts) -> None:
-    """Compute one token, all ranks together; raises ``ValueError`` if that is more than the memory holds."""
+    """Compute one token, all ranks together, and on one card make the graphs of decodes.
+
+    Raises:
+        ValueError: that is more than the memory holds.
+    """
     with _out_of_memory_as_mistake(
         "gpu_memory_utilization (or num_blocks), max_num_seqs or max_step_tokens must be smaller: "
         "the first step does not fit into memory beside the cache"

@@ -24,7 +24,7 @@ SCALE_BYTES: Final = 4
 """An fp8 cache has a float32 scale for the keys, and one for the values, of each token and head."""
 
 SAMPLING_BYTES: Final = 48
-"""Bytes of temporaries that sampling makes for each element of the logits: six of 8 bytes at most at a time."""
+"""Bytes of temporaries that sampling in torch makes for each element of the logits: six of 8 bytes at a time."""
 
 ACTIVATION_GIB: Final = 0.5
 CONTEXT_GIB: Final = 0.5

@@ -137,8 +137,8 @@ class TorchRunner:
     def warm_up(self, max_step_tokens: int) -> None:
         """Run one token through everything, so that the first step does not pay for the libraries' first calls.
 
-        On a card the library's products of up to ``max_step_tokens`` rows are compared with ours, which takes seconds
-        the first time, and steps of decodes become graphs. Writes into block 0, which nobody can hold yet.
+        On a card the library's products of up to ``max_step_tokens`` rows are compared with ours, unless that is known
+        already, and steps of decodes become graphs. Writes into block 0, which nobody can hold yet.
         """
         prepare_products(self.decoder, self.cache, max_step_tokens, max(self.slots.num_slots, SCORE_ROWS))
         layout = BatchLayout.build([0], [1], [[0]], self.cache.block_size, self.device)

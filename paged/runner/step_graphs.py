@@ -124,7 +124,7 @@ class StepGraphs:
             self._run(("sample", size, 0), partial(self._sample, size, 0))
 
     def compute(self, plan: StepPlan, rows: Sequence[int]) -> bool:
-        """Run the network over a plan's rows; False, and nothing is done, if its keys are too many for a graph.
+        """Run the network over a plan's rows; False, and nothing is done, if its decodes are too many pieces of work.
 
         Args:
             plan: without scores of prompts.
@@ -151,7 +151,8 @@ class StepGraphs:
         if len(items_I4) > self._most_items:
             if not self._has_warned:
                 _LOG.warning(
-                    "steps are launched one by one while they read more than %d keys", self._most_items * self._split
+                    "steps are launched one by one while their attention is more than %d pieces of work",
+                    self._most_items,
                 )
             self._has_warned = True
             return False
