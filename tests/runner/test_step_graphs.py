@@ -272,7 +272,7 @@ def test_rows_that_are_not_finite_are_named(fault: str, monkeypatch: pytest.Monk
 # Off the beaten path
 
 
-def test_steps_with_more_keys_than_a_graph_holds_are_launched_plainly(
+def test_steps_with_more_work_than_a_graph_holds_are_launched_plainly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is lost on the way from one path to the other and back, and the log says it once."""
@@ -295,7 +295,7 @@ def test_steps_with_more_keys_than_a_graph_holds_are_launched_plainly(
         drive_both(mixed(5), prepare, depth=2)
     assert {(True, False), (False, True)} <= set(itertools.pairwise(went)), "there and back"
     (record,) = caplog.records
-    assert record.getMessage() == "steps are launched one by one while they read more than 256 keys"
+    assert record.getMessage() == "steps are launched one by one while their attention is more than 4 pieces of work"
 
 
 def test_an_observer_of_logits_sees_those_of_plain_steps() -> None:
