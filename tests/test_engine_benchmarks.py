@@ -71,10 +71,10 @@ def test_lines_and_steps_are_measured(tmp_path: Path) -> None:
 
 def test_the_fuzzer_finds_nothing_under_pressure(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    done = run_script("engine_bits_h200.py", "--configs", "40", "--json", str(path))
+    done = run_script("engine_bits_h200.py", "--configs", "24", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
-    assert (report["configs"], report["differing"]) == (40, 0)
+    assert (report["configs"], report["differing"]) == (24, 0)
     assert report["logits"] > 10_000
     assert report["met"]["preemptions of victims"] > 0
     assert report["compared"]["fast: together / alone"]["max_dlogit"] > 0, "fast numerics hang on the batch"
