@@ -36,6 +36,7 @@ from engine_runs import (
     random_prompts,
     read_line,
     read_model,
+    timed_steps,
 )
 
 from paged import Engine, SamplingParams
@@ -117,12 +118,7 @@ def time_decode(engine: Engine, watch: StepWatch, batch: int, context: int, num_
     """A decode step of ``batch`` sequences that have about ``context`` tokens halfway through ``num_steps`` steps."""
     params = SamplingParams(temperature=0.6)
     ids = decode_steadily(engine, watch, batch, context - num_steps // 2, num_steps, params)
-    first = len(watch.collected)
-    start_s = time.perf_counter()
-    for _ in range(num_steps):
-        engine.step()
-    elapsed_s = time.perf_counter() - start_s
-    steps = watch.collected[first:]
+    elapsed_s, steps = timed_steps(engine, watch, num_steps)
     assert len(steps) == num_steps, "a call of step is one step"
     assert all((step.num_rows, step.num_tokens) == (batch, batch) for step in steps), "all of them only decode"
     abort_all(engine, ids)

@@ -153,6 +153,15 @@ def drain(engine: Engine) -> int:
     return num_tokens
 
 
+def timed_steps(engine: Engine, watch: StepWatch, num_steps: int) -> tuple[float, list[Step]]:
+    """Seconds that so many calls of ``step`` took, and the steps whose results they brought."""
+    first = len(watch.collected)
+    start_s = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    return time.perf_counter() - start_s, watch.collected[first:]
+
+
 def add_jobs(engine: Engine, line: Line) -> None:
     """Queue a line's requests."""
     for job in line.jobs:

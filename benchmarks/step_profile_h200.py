@@ -17,7 +17,6 @@ import cProfile
 import pstats
 import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from engine_h200 import setting
-from engine_runs import StepWatch, abort_all, build, decode_steadily, random_prompts, read_model
+from engine_runs import StepWatch, abort_all, build, decode_steadily, random_prompts, read_model, timed_steps
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -166,12 +165,7 @@ def kernel_rows(spans: Sequence[Span], floors: dict[str, float], num_steps: int)
 
 def phase_line(engine: Engine, watch: StepWatch, num_steps: int) -> str:
     """Wall time of a step and the host's share of it by phase, microseconds."""
-    first = len(watch.collected)
-    start_s = time.perf_counter()
-    for _ in range(num_steps):
-        engine.step()
-    elapsed_s = time.perf_counter() - start_s
-    steps = watch.collected[first:]
+    elapsed_s, steps = timed_steps(engine, watch, num_steps)
     # With a step in flight, the last submission of these calls belongs to a step that is collected later: much alike.
     submit_s, collect_s = (sum(getattr(step, key) for step in steps) for key in ("submit_s", "collect_s"))
     phases = {

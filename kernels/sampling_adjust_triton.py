@@ -5,8 +5,6 @@ Shapes: R rows, V token ids, A adjusted rows, P rows with penalties, N biases, B
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import triton
 import triton.language as tl
@@ -14,9 +12,7 @@ from torch import Tensor
 
 from paged.kernels.launch import is_dependent, options
 from paged.kernels.sampling_columns import SamplingColumns
-from paged.kernels.sampling_math_triton import load_part
-
-_PART: Final = 8192
+from paged.kernels.sampling_math_triton import PART, load_part
 
 
 def adjusting_rows(columns: SamplingColumns) -> list[Tensor]:
@@ -45,9 +41,9 @@ def adjusted(logits_RV: Tensor, columns: SamplingColumns, size: int) -> tuple[Te
         entry_A.index_copy_(0, number_R.index_select(0, penalties.rows_P) - 1, entries_P)
         changes = [penalties.repetition_P, penalties.presence_P, penalties.frequency_P]
         changes += [penalties.output_counts_PV.contiguous(), penalties.prompt_mask_PV.contiguous()]
-    _penalty_kernel[(triton.cdiv(vocab_size, _PART), size)](
+    _penalty_kernel[(triton.cdiv(vocab_size, PART), size)](
         logits_RV, rows_A, entry_A, *changes, adjusted_AV, logits_RV.stride(0), vocab_size, num_rows,
-        PENALIZES=penalties is not None, PART=_PART, ALIGNED=vocab_size % 4 == 0, IS_DEPENDENT=is_dependent(logits_RV),
+        PENALIZES=penalties is not None, PART=PART, ALIGNED=vocab_size % 4 == 0, IS_DEPENDENT=is_dependent(logits_RV),
         num_warps=8, **options(logits_RV),
     )  # fmt: skip
     if bias is not None and len(bias.rows_N):

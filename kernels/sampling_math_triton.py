@@ -6,6 +6,7 @@ Shapes: G groups of four tokens, B groups of a quarter of a part, P parts.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -18,6 +19,9 @@ from paged.kernels.exponential import (
     SHORT_ROUNDER_BITS,
 )
 from paged.kernels.philox import KEY_STEPS, MIN_ONE_MINUS_U, MULTIPLIERS, NUM_ROUNDS
+
+PART: Final = 8192
+"""Tokens of a program's part of a row."""
 
 # Exponents below this have mass 0, whatever the number of binary digits.
 _NO_MASS = tl.constexpr(-50.0)

@@ -45,6 +45,7 @@ from paged.kernels.sampling_cut_triton import (
 from paged.kernels.sampling_math_triton import (
     ALL,
     MARGIN,
+    PART,
     STEEPEST,
     add_rough,
     best_of_groups,
@@ -58,7 +59,6 @@ from paged.kernels.sampling_math_triton import (
     store_rough,
 )
 
-PART: Final = 8192
 CLUSTER: Final = 32
 """Tokens of which the bracket knows the highest."""
 SAMPLED: Final = 8

@@ -108,6 +108,11 @@ class SamplingParams:
         """Whether no random number is drawn."""
         return self.temperature == 0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty changes logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -12,10 +12,10 @@ import torch
 from paged.core.memory import GIB, kv_budget_bytes
 from paged.core.policy import num_blocks_for
 from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.linear import is_canonical
 from paged.kernels.sampling import SamplingColumns, sample
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
-from paged.runner.products import prepare_products
 from paged.runner.runner import SCORE_ROWS
 from paged.runner.slots import table_bytes
 from paged.runner.step_graphs import can_graph
@@ -185,7 +185,7 @@ def measure_profile(
 def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[int, int]:
     """The most that tensors take during the largest step, and the largest of decodes, beside those that were there."""
     device = cache.device
-    prepare_products(decoder, cache, limits.max_step_tokens, limits.num_logits)
+    _prepare_products(decoder, cache, limits.max_step_tokens, limits.num_logits)
     peaks = []
     for starts, lengths in (limits.chunks(), limits.decodes()):
         torch.cuda.synchronize(device)
@@ -195,6 +195,29 @@ def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[i
         torch.cuda.synchronize(device)
         peaks.append(torch.cuda.max_memory_allocated(device) - allocated)
     return peaks[0], peaks[1]
+
+
+@torch.inference_mode()
+def _prepare_products(decoder: Decoder, cache: KVCache, most_rows: int, most_logits: int) -> None:
+    """Compare the library's products with ours where they may take their place; needs room for a product's operands.
+
+    Args:
+        decoder: whose products.
+        cache: of the model; block 0 is written to.
+        most_rows: of a step.
+        most_logits: rows of logits.
+    """
+    if not is_canonical(decoder.norm.weight, decoder.numerics):
+        return
+    from paged.kernels import gemm_dispatch
+
+    layout = BatchLayout.build([0], [1], [[0]], cache.block_size, cache.device)
+    with gemm_dispatch.recorded() as products:
+        hidden_TD = decoder(torch.zeros_like(layout.positions_T), layout, cache)
+    with gemm_dispatch.recorded() as head_products:
+        decoder.logits(hidden_TD)
+    for asked, num_rows in ((products, most_rows), (head_products, most_logits)):
+        gemm_dispatch.prepare(asked, decoder.dtype, cache.device, num_rows)
 
 
 @torch.inference_mode()

@@ -27,8 +27,7 @@ from paged.model.checkpoint import update_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.payload import PromptScore, StepPayload, Stop, TopLogprobs
-from paged.runner.products import prepare_products
-from paged.runner.slots import LIMITS, Asks, SlotState, SlotTables
+from paged.runner.slots import LIMITS, Asks, SlotState, SlotTables, known_tokens
 from paged.runner.step_graphs import StepGraphs, can_graph
 from paged.runner.text import Tokenizer
 from paged.runner.transfers import DeviceClock, StepTimer, download, download_all, upload
@@ -137,10 +136,9 @@ class TorchRunner:
     def warm_up(self, max_step_tokens: int) -> None:
         """Run one token through everything, so that the first step does not pay for the libraries' first calls.
 
-        On a card the library's products of up to ``max_step_tokens`` rows are compared with ours, unless that is known
-        already, and steps of decodes become graphs. Writes into block 0, which nobody can hold yet.
+        On one card steps of decodes become graphs, as larger ones will, of up to ``max_step_tokens`` rows. Writes into
+        block 0, which nobody can hold yet.
         """
-        prepare_products(self.decoder, self.cache, max_step_tokens, max(self.slots.num_slots, SCORE_ROWS))
         layout = BatchLayout.build([0], [1], [[0]], self.cache.block_size, self.device)
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         logits_RV = self.decoder.logits(self.decoder(token_T, layout, self.cache))
@@ -157,8 +155,8 @@ class TorchRunner:
         timer = self._clock.start(is_idle=not self._steps)
         self.slots.apply(plan)
         rows = [row for row, logits in enumerate(plan.logits) if logits & SAMPLE]
-        states = [self.slots.state(plan.slots[row]) for row in rows]
-        asks = self.slots.asks([plan.slots[row] for row in rows])
+        slots = [plan.slots[row] for row in rows]
+        states, asks = [self.slots.state(slot) for slot in slots], self.slots.asks(slots)
         scores = any(logits & SCORE for logits in plan.logits)
         graphs = None if scores else self.graphs
         if graphs is not None and graphs.compute(plan, rows):
@@ -329,9 +327,8 @@ class TorchRunner:
     def _score(self, plan: StepPlan, row: int, hidden_CD: torch.Tensor) -> list[_Score]:
         """Score the prompt tokens that follow the positions of a chunk, whose final hidden states are given."""
         request = self.slots.state(plan.slots[row]).request
-        assert request.prompt.token_ids is not None, f"request {request.id!r} has no tokens to score"
         first = plan.starts[row] + 1
-        targets = request.prompt.token_ids[first : first + plan.lengths[row]]
+        targets = known_tokens(request)[first : first + plan.lengths[row]]
         temperature, num_top = request.params.temperature, request.params.prompt_logprobs
         scores: list[_Score] = []
         for begin in range(0, len(targets), SCORE_ROWS):

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from paged.core.plan import Started, StepPlan
+from paged.core.policy import num_blocks_for
 from paged.core.request import Request, SamplingParams
 from paged.kernels.sampling import SamplingColumns
 from paged.runner.text import TextStream, Tokenizer
@@ -101,7 +102,8 @@ class SlotTables:
         num_slots = max_num_seqs + 1
         # The last token sampled is stored, though never fed back.
         self.tokens_SP = torch.zeros((num_slots, max_seq_len + 1), dtype=torch.int32, device=device)
-        self.blocks_SN = torch.zeros((num_slots, -(-max_seq_len // block_size)), dtype=torch.int32, device=device)
+        most_blocks = num_blocks_for(max_seq_len, block_size)
+        self.blocks_SN = torch.zeros((num_slots, most_blocks), dtype=torch.int32, device=device)
         # Temperature, seed, top_k, top_p and min_p, fractions as the bits of a float64.
         self._sampling_5S = torch.zeros((5, num_slots), dtype=torch.int64, device=device)
         self._asks_S = np.zeros(num_slots, dtype=np.uint8)
@@ -143,7 +145,7 @@ class SlotTables:
         self._write(self.blocks_SN, blocks)
 
     def _start(self, batch: Sequence[Started]) -> None:
-        tokens = [(started.slot, 0, _known(started.request) + started.output_ids) for started in batch]
+        tokens = [(started.slot, 0, known_tokens(started.request) + started.output_ids) for started in batch]
         self._write(self.tokens_SP, tokens)
         columns = []
         for started in batch:
@@ -178,9 +180,9 @@ class SlotTables:
             state.stream = self.tokenizer.stream(params.stop)
             for token in output:
                 state.stream.push(token)
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+        if params.has_penalties:
             counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size).astype(np.int32)
-            seen = np.bincount(np.asarray(_known(request)), minlength=self._vocab_size) > 0
+            seen = np.bincount(np.asarray(known_tokens(request)), minlength=self._vocab_size) > 0
             state.counts = TokenCounts(upload(counts, self.device), upload(seen, self.device))
         return state
 
@@ -230,7 +232,7 @@ class SlotTables:
 
 def table_bytes(max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
     """What the tables of tokens and blocks take on the device."""
-    return 4 * (max_num_seqs + 1) * (max_seq_len + 1 + -(-max_seq_len // block_size))
+    return 4 * (max_num_seqs + 1) * (max_seq_len + 1 + num_blocks_for(max_seq_len, block_size))
 
 
 def _asks(params: SamplingParams, drawn: SamplingParams) -> Asks:
@@ -242,14 +244,14 @@ def _asks(params: SamplingParams, drawn: SamplingParams) -> Asks:
         asks |= Asks.TOP_P
     if drawn.min_p > 0:
         asks |= Asks.MIN_P
-    if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.biases:
+    if params.has_penalties or params.biases:
         asks |= Asks.ADJUSTED
     if params.logprobs is not None:
         asks |= Asks.LISTED
     return asks
 
 
-def _known(request: Request) -> tuple[int, ...]:
+def known_tokens(request: Request) -> tuple[int, ...]:
     """The prompt's tokens; only a simulation knows none."""
     assert request.prompt.token_ids is not None, f"request {request.id!r} has no tokens to compute"
     return request.prompt.token_ids

@@ -169,7 +169,7 @@ class StepGraphs:
         _put(words, self._row, rows)
         words[self._slot] = self._slots.padding_slot
         _put(words, self._slot, slots[rows])
-        _put(words, self._position, ends[rows] - offsets[rows] + starts[rows])
+        _put(words, self._position, (starts + lengths)[rows])
         words[self._decoded] = -1
         _put(words, self._decoded, decoded_N3.ravel())
         words[slot_T] = self._slots.padding_slot
