@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from paged.consensus import Leader
 from paged.core.model_spec import ModelSpec
 from paged.core.plan import Executor, StepPlan, StepResult
 from paged.core.prompt import Prompt
@@ -27,7 +28,6 @@ from paged.engine_ranks import build_with_ranks
 from paged.interrupts import DeferredInterrupt
 from paged.model.locate import checkpoint_folder, find_model
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
-from paged.runner.consensus import Leader
 from paged.runner.launched import Launch
 from paged.runner.runner import TorchRunner
 from paged.runner.text import Tokenizer, token_ids_of
