@@ -82,18 +82,28 @@ def _serve(link: Link) -> None:
         store = reach_store(assignment.host, assignment.port, START_S)
         link.send(None)
         # Rank 0 watches over exchanges; a limit here would count the time in which it is stopped.
-        group = make_group(assignment.rank, assignment.size, store, device, assignment.host, None)
+        group = make_group(
+            assignment.rank,
+            assignment.size,
+            store,
+            device,
+            assignment.host,
+            None,
+            num_sharing=assignment.num_sharing,
+            is_one_host=assignment.is_one_host,
+        )
 
         def least(num_blocks: int) -> int:
             link.send(num_blocks)
             agreed: int = link.receive()
             return agreed
 
-        parts = build_parts(assignment.blueprint, device, group, least)
+        parts = build_parts(assignment.blueprint, device, group, least, num_sharing=assignment.num_sharing)
         link.send(parts.numerics_id)
         link.receive()
     warm_up(parts)
     Follower(link, parts.scheduler, parts.runner, limit_s=config.tp_timeout_s).serve()
+    group.close()
 
 
 def _end_with(link: Link, is_over: threading.Event) -> None:

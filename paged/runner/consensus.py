@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
+import torch.distributed as dist
 
 from paged.core.agreement import Ledger, Statement, TPDesyncError, TPError, difference, statement_of
 from paged.core.plan import StepPlan, StepResult
@@ -127,6 +128,8 @@ class Leader:
         self._process = os.getpid()
         self._ledger = Ledger()
         self._record: list[tuple[Any, ...]] = []
+        self._group = group
+        self._device = device
         self._watch = _Watch(ranks, group, device, limit_s)
         if not self._live:
             Leader._num_threads_before = torch.get_num_threads()
@@ -258,10 +261,14 @@ class Leader:
             return
         grace_s = 0.0
         if self.failure is None:
-            grace_s = LAST_WORDS_S
-            with contextlib.suppress(TPError):
+            with contextlib.suppress(TPError, RuntimeError):
+                if self._device.type == "cuda":
+                    # Steps that nobody collected: who leaves now would be waited for.
+                    with self.computing():
+                        torch.cuda.synchronize(self._device)
                 self._record.append(("leave",))
                 self._send(is_verified=False)
+                grace_s = LAST_WORDS_S
         self._end(self.failure or TPError("the engine is closed"), grace_s)
 
     def _end(self, failure: TPError, grace_s: float = 0.0) -> None:
@@ -269,6 +276,7 @@ class Leader:
             self.failure = failure
             self._watch.stop()
             self.ranks.end(grace_s)
+            self._group.close(is_lost=not grace_s)
             if self._live.pop(self, None) is not None:
                 torch.set_num_threads(next(reversed(self._live.values()), self._num_threads_before))
 
@@ -308,11 +316,10 @@ class _Watch:
     """
 
     def __init__(self, ranks: Ranks, group: RankGroup, device: torch.device, limit_s: float) -> None:
-        assert group.process_group is not None, "several ranks have a group"
         self._ranks = ranks
         self._group = group
         self._is_on_card = device.type == "cuda"
-        self._abort = group.process_group.abort if self._is_on_card else ranks.kill
+        self._abort = group.abort if self._is_on_card else ranks.kill
         self._limit_s = limit_s
         self._num_entered = 0
         self._is_entered = self._is_limited = False
@@ -382,7 +389,7 @@ class _Watch:
                 if self._num_interrupts > 1:
                     self._reason = KeyboardInterrupt()
                 else:
-                    gone = RuntimeError("NCCL was stopped: a rank is gone")
+                    gone = dist.DistError("a rank is gone")
                     self._reason = gone if is_gone else self._ranks.silence(self._limit_s)
                 self._abort()
                 return

@@ -1,4 +1,4 @@
-"""Two cards: what one gives, the same bits on both, a lost rank that hangs nobody. Needs two GPUs and NCCL."""
+"""Ranks on cards, a card each or sharing one: what one rank gives, graphs, a lost rank that hangs nobody."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,30 @@ from typing import Any
 import pytest
 import torch
 
-from engine_tools import essences
+from engine_tools import Result, essences, runner_of
 from paged import Engine, SamplingParams
 from paged.core.agreement import TPError
+from paged.core.model_spec import ModelSpec
+from paged.core.plan import StepPlan
+from parallel_tools import OLMOE
 from tp_tools import QWEN3, is_there, pids, run, save_model, state_dict, workload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")]
 # Heads and widths that the kernels for cards take.
-SPEC = replace(QWEN3, hidden_size=512, intermediate_size=1024, head_dim=64, num_layers=4)
-FIELDS: dict[str, Any] = {"device": "cuda", "num_blocks": 64, "max_num_seqs": 6, "max_step_tokens": 64}
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 2}
+SPEC = replace(QWEN3, **SIZES)
+SPECS = {
+    "qwen3": SPEC,
+    "2 kv heads": replace(SPEC, num_kv_heads=2),
+    "olmoe": replace(OLMOE, **{**SIZES, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 128}),
+}
+FIELDS: dict[str, Any] = {
+    "device": "cuda",
+    "num_blocks": 64,
+    "max_num_seqs": 6,
+    "max_step_tokens": 64,
+    "tp_timeout_s": 20,
+}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 6]
 
 
@@ -37,7 +50,12 @@ def engine_of(folder: Path, tp: int, **fields: Any) -> Engine:
     return Engine.from_pretrained(folder, tp=tp, **{**FIELDS, **fields})
 
 
-def test_two_cards_give_what_one_gives(folder: Path) -> None:
+def random_engine(spec: ModelSpec, tp: int, **fields: Any) -> Engine:
+    named = {**FIELDS, "weights": "dummy", "dtype": "bfloat16", "k_segments": 4, **fields}
+    return Engine.from_pretrained("random/weights", spec=spec, tp=tp, **named)
+
+
+def test_two_ranks_give_what_one_gives(folder: Path) -> None:
     """fp32: decisions and tokens alike, log-probabilities to rounding; both ranks prove that their bits agree."""
     made = []
     for tp in (1, 2):
@@ -45,7 +63,7 @@ def test_two_cards_give_what_one_gives(folder: Path) -> None:
         try:
             made.append(run(engine, workload()))
             part = engine.executor.cache.bytes_per_block * tp  # type: ignore[attr-defined]
-            assert part == 4 * 2 * 4 * 64 * 16 * 4
+            assert part == SPEC.num_layers * 2 * 4 * 64 * 16 * 4
             peaks = engine.peak_bytes_by_rank()
             assert len(peaks) == tp
             assert min(peaks) > 0
@@ -57,6 +75,46 @@ def test_two_cards_give_what_one_gives(folder: Path) -> None:
         output = two.outputs[key]
         assert output.token_ids == expected.token_ids, key
         assert max(abs(a - b) for a, b in zip(output.logprobs, expected.logprobs, strict=True)) < 1e-4, key
+
+
+def outputs_and_logits(spec: ModelSpec, tp: int, **fields: Any) -> tuple[Result, list[torch.Tensor]]:
+    """What the workload gives by graphs; then raw logits of a few texts, which are looked at."""
+    engine = random_engine(spec, tp, **fields)
+    seen: list[torch.Tensor] = []
+
+    def look(plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> None:
+        seen.append(logits_RV.cpu())
+
+    try:
+        graphs = runner_of(engine).graphs
+        assert graphs is not None
+        num_made = len(graphs._graphs)
+        outputs = run(engine, workload()).outputs
+        assert len(graphs._graphs) > num_made, "steps with chunks are graphs, too"
+        runner_of(engine).observe_logits = look
+        engine.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)
+    finally:
+        engine.close()
+    return outputs, seen
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "fields"),
+    [
+        ("qwen3", 2, {}),
+        ("qwen3", 4, {}),
+        ("qwen3", 4, {"depth": 1}),
+        ("2 kv heads", 4, {}),
+        ("olmoe", 2, {}),
+    ],
+)
+def test_k_segments_make_ranks_agree_to_the_bit(name: str, tp: int, fields: dict[str, Any]) -> None:
+    """Tokens, log-probabilities, alternatives, scores and whole rows of logits."""
+    one, one_logits = outputs_and_logits(SPECS[name], 1)
+    several, logits = outputs_and_logits(SPECS[name], tp, **fields)
+    assert essences(several) == essences(one)
+    assert len(logits) == len(one_logits) > 0
+    assert all(torch.equal(a, b) for a, b in zip(logits, one_logits, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -74,7 +132,7 @@ def test_bits_do_not_hang_on_pool_and_chunks(folder: Path, dtype: str) -> None:
     assert made[0] == made[1] == made[2]
 
 
-def test_new_weights_reach_both_cards(folder: Path) -> None:
+def test_new_weights_reach_all_ranks(folder: Path) -> None:
     engine, fresh = engine_of(folder, 2, dtype="float32"), engine_of(folder, 1, dtype="float32")
     params = SamplingParams(temperature=0, max_tokens=10)
     try:
@@ -96,9 +154,9 @@ def generate_for(engine: Engine, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_hangs_nobody(folder: Path, number: signal.Signals) -> None:
-    """Kernels of NCCL wait for ever for a rank that is gone: rank 0 has to end them."""
-    engine = engine_of(folder, 2, tp_timeout_s=5)
+def test_a_rank_that_is_lost_hangs_nobody(number: signal.Signals) -> None:
+    """Kernels wait for ever for a rank that is gone: rank 0 has to end them, and can go on with another engine."""
+    engine = random_engine(SPEC, 2, tp_timeout_s=5)
     others = pids(engine)
     threading.Timer(0.5, os.kill, (others[0], number)).start()
     start_s = time.monotonic()
@@ -107,10 +165,15 @@ def test_a_rank_that_is_lost_hangs_nobody(folder: Path, number: signal.Signals) 
     assert time.monotonic() - start_s < 20
     engine.close()
     assert not any(map(is_there, others))
+    torch.cuda.synchronize()
 
 
-def test_more_ranks_than_cards_are_one_sentence(folder: Path) -> None:
-    if torch.cuda.device_count() >= 4:
-        pytest.skip("needs fewer than four GPUs")
-    with pytest.raises(ValueError, match=r"^tp must be at most the number of GPUs here, \d, not 4; or use device=cpu$"):
-        engine_of(folder, 4)
+def test_what_was_not_collected_does_not_hang_the_end() -> None:
+    engine = random_engine(SPEC, 2)
+    others = pids(engine)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, SamplingParams(max_tokens=60), f"r{number}")
+    for _ in range(5):
+        engine.step()
+    engine.close()
+    assert not any(map(is_there, others))
