@@ -1,8 +1,8 @@
 """Memory on cards that several processes write to: a buffer a rank, which the driver maps into every other rank.
 
-The ranks of one host exchange handles of their buffers (CUDA's interprocess memory), whether each has a card of its own,
-linked so that one can write to another's memory, or several share a card. What the buffers are used for, and why nobody
-overwrites what another still reads, is told in ``paged.kernels.peers_triton``.
+The ranks of one host exchange handles of their buffers (CUDA's interprocess memory), whether each has a card of its
+own, linked so that one can write to another's memory, or several share a card. What the buffers are used for, and why
+nobody overwrites what another still reads, is told in ``paged.kernels.peers_triton``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _spare: dict[torch.device, list[int]] = {}
 
 
 class PeerMemory:
-    """One rank's view of the buffers of all ranks, which use them together from the start: the same operations in order.
+    """One rank's view of the buffers of all ranks, which use them together from the start, by the same operations.
 
     Args:
         rank: this rank.

@@ -8,26 +8,27 @@ Every rank has a buffer (see ``paged.kernels.peer_memory``) that all ranks can w
 bytes, in one of three ways:
 
 * **Marked** (few words): each word goes to every rank together with the number of the exchange, the epoch, in one store
-  of 16 bytes, which can't be torn. Who waits for a word reads it until the epoch is the right one. Nothing else is sent.
+  of 16 bytes, which can't be torn. Whoever waits for a word reads it until the epoch is the right one.
 * **Whole** (gathers, and sums of two ranks): each rank writes all of its words to the others, then raises a flag there.
 * **Split** (sums of more ranks): each rank gets everybody's words of its own share, sums them, and writes the sums to
   all; a flag follows each of the two.
 
 Program i of a rank works with the programs i of the others alone, so programs need not run at the same time.
 
-**Why nobody overwrites what is still read.** Buffers have two halves; epoch e uses half e mod 2. Of two ranks A and B,
-let A write to B in epoch e, to the half that B read in epoch e - 2. A's kernel of epoch e begins to write when its
-kernel of e - 1 is complete (a stream's order, which ``gdc_wait`` restores for dependent launches). In e - 1 every program
-of A waited for something that B had sent in e - 1. B began to send in e - 1 when its kernel of e - 2 was complete, so when
-it had read all it was going to. A flag holds the epoch and only grows: a rank that is one epoch ahead has set it to more
-than is waited for, which does as well. Marks are compared for equality; a half is written to every second epoch at most,
-and a mark of 63 bits does not come again.
+**Why nobody overwrites what is still read.** A buffer has two halves; epoch e uses half e mod 2. Let rank A write to
+rank B in epoch e, into the half that B read in epoch e - 2. A's kernel of epoch e begins to write when its kernel of
+e - 1 is complete: that is the stream's order, which ``gdc_wait`` restores for dependent launches. In e - 1 every
+program of A waited for something that B sent in e - 1. B began to send in e - 1 when its kernel of e - 2 was complete,
+and so had read all that it would. A flag holds the epoch and only grows: a rank that is an epoch ahead may have raised
+it further than is waited for, which does as well. Marks are compared for equality: what lies there is of an earlier
+epoch, and 63 bits do not come again.
 
-The epoch is counted on the device, so that graphs can be replayed: each program finds it in a counter, and advances all
-counters that are its own in this launch; of the next launch, whatever its grid, every program finds the same number.
+The epoch is counted on the device, so that graphs can be replayed. Each program finds it in a counter of its number,
+and advances all counters that fall to it in this launch; so every program of the next launch, whatever its grid, finds
+the same number.
 
-**Why a wait ends.** A word in the host's memory is looked at every so often. When it is not 0, nothing is waited for any
-more, and what has not come counts as 0: whatever is computed from it then means nothing.
+**Why a wait ends.** Every so often a word in the host's memory is looked at. Once it is not 0, nothing is waited for
+any more, and what has not come counts as 0: what is computed from it then means nothing, but is a number.
 """
 
 from __future__ import annotations
