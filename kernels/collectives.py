@@ -7,6 +7,9 @@ One call is one collective, however many rows it carries. For inference only.
 
 from __future__ import annotations
 
+from types import TracebackType
+from typing import Self
+
 import torch
 import torch.distributed as dist
 
@@ -21,7 +24,8 @@ class RankGroup:
     """The ranks that share a model, as one of them sees them.
 
     All ranks call the same operations in the same order, with the same shapes and dtypes. A group of one rank issues
-    nothing and gives back what it gets.
+    nothing and gives back what it gets. Leaving it as a context closes it; other ranks count as lost if that is by an
+    exception.
 
     Args:
         rank: this rank, 0 to ``size - 1``.
@@ -72,6 +76,14 @@ class RankGroup:
             self.memory.stop()
         elif self.process_group is not None:
             self.process_group.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(is_lost=kind is not None)
 
     def close(self, *, is_lost: bool = False) -> None:
         """Give memory that is shared with other ranks back once this rank's work is done. May be called again.

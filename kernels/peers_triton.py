@@ -187,19 +187,21 @@ def _launch_bulk(
 
 
 @triton.jit
-def _send_marked(address, word, epoch):
+def _send_marked(address, word, epoch, is_wanted):
     """Store words with the epoch beside them, 16 bytes at once."""
     tl.inline_asm_elementwise(
         """
         {
         .reg .b128 both;
+        .reg .pred is_sent;
+        setp.ne.s32 is_sent, $4, 0;
         mov.b128 both, {$2, $3};
-        st.relaxed.sys.global.b128 [$1], both;
+        @is_sent st.relaxed.sys.global.b128 [$1], both;
         mov.b32 $0, 0;
         }
         """,
-        "=r,l,l,l",
-        args=[address, word, epoch],
+        "=r,l,l,l,r",
+        args=[address, word, epoch, is_wanted],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -381,6 +383,8 @@ def _words_at(address):
 @triton.jit
 def _advance(counter_pointer, epoch, NUM_COUNTERS: tl.constexpr):
     """Leave the epoch in all counters that are this program's in this launch."""
+    # Threads that wait for different words do not wait for each other: the last may have yet to read the counter.
+    tl.debug_barrier()
     index_N = tl.arange(0, NUM_COUNTERS)
     is_own_N = index_N % tl.num_programs(0) == tl.program_id(0)
     tl.store(counter_pointer + index_N, epoch, mask=is_own_N)
@@ -392,7 +396,7 @@ def _gathered_place(word, source, row_words, SIZE: tl.constexpr):
     return (word // row_words).to(tl.int64) * (SIZE * row_words) + source * row_words + word % row_words
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_words", "row_words"])
 def _marked_kernel(
     x_pointer,
     out_pointer,
@@ -420,11 +424,12 @@ def _marked_kernel(
     half = (epoch % 2) * (SIZE * MOST_WORDS * 16)
     for first in range(program * BLOCK, num_words, num_programs * BLOCK):
         word_B = first + tl.arange(0, BLOCK)
-        x_B = tl.load(x_pointer + word_B, mask=word_B < num_words, other=0)
+        is_word_B = word_B < num_words
+        x_B = tl.load(x_pointer + word_B, mask=is_word_B, other=0)
         for step in tl.static_range(SIZE):
             peer = tl.load(peer_pointer + (rank + step) % SIZE)
-            # Words past the end go to places that nobody waits for.
-            _send_marked(peer + half + (rank * MOST_WORDS + word_B) * 16, x_B, epoch)
+            # What nobody waits for is not sent: it could come when the buffer is another engine's.
+            _send_marked(peer + half + (rank * MOST_WORDS + word_B) * 16, x_B, epoch, is_word_B.to(tl.int32))
     for first in range(program * BLOCK, num_words, num_programs * BLOCK):
         word_B = first + tl.arange(0, BLOCK)
         is_word_B = word_B < num_words

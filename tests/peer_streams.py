@@ -2,8 +2,10 @@
 
     python tests/peer_streams.py NUM_RANKS [SECONDS]
 
-Ends with exit code 1 and a line for every kind of exchange that gave a wrong bit. A process of its own, because streams
-must not share the queues of the card, which is said before CUDA starts, and because a hang must end with it.
+Ends with exit code 1 and a line for every kind of exchange that gave a wrong bit; with 2 if nothing came to an end for
+so long that ranks must hang. A process of its own, because streams must not share the queues of the card, which is said
+before CUDA starts. Between two exchanges of a rank there is a kernel that is not a dependent one: of a row of those,
+each lets the next onto the card at once, and one rank's would leave no room for another's, which they wait for.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -25,12 +28,15 @@ from paged.kernels.peer_memory import NUM_BYTES, PeerMemory
 
 CARD = torch.device("cuda", 0)
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
+SUMMED_LARGE = (torch.bfloat16, torch.float32, torch.int64)
 GATHERED = (torch.float32, torch.bfloat16, torch.bool)
 SMALL = ((1, 1), (1, 3), (1, 4096), (7, 513), (64, 4096))
 LARGE = ((200, 4096), (1, 2_000_003), (5, 151_936))
 # Programs of all ranks must be on the card at once, or some would wait for those that never come.
 MOST_PROGRAMS = 16
 DELAYS = (1000, 20_000, 200_000)
+# Longest time between two looks at the card.
+LIMIT_S = 20.0
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Ranks:
 
     Attributes:
         num_wrong: by rank, elements of results that were not what they must be, since it was last asked.
+        at: what is being done.
     """
 
     def __init__(self, size: int) -> None:
@@ -68,6 +75,23 @@ class Ranks:
         self.streams = [torch.cuda.Stream() for _ in range(size)]
         self.num_wrong = [torch.zeros((), dtype=torch.int64, device=CARD) for _ in range(size)]
         self.set_programs(MOST_PROGRAMS)
+        self.at, self._last_s = "start", time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        """End the process if the card hangs."""
+        while time.monotonic() - self._last_s < LIMIT_S:
+            time.sleep(0.2)
+        print(f"{len(self.groups)} ranks hang: {self.at}", flush=True)
+        for memory in self.memories:
+            memory.stop()
+        time.sleep(2)
+        os._exit(2)
+
+    def wait(self) -> None:
+        """For all that was launched."""
+        torch.cuda.synchronize()
+        self._last_s = time.monotonic()
 
     def set_programs(self, number: int) -> None:
         """Let launches have at most so many programs."""
@@ -75,13 +99,20 @@ class Ranks:
             memory.most_programs = number
 
     def load(self, exchanges: list[Exchange]) -> None:
-        """Build and load all kernels, with nothing waited for: loading may wait for kernels that run."""
+        """Build and load all kernels and let streams have memory, with nothing waited for.
+
+        Both may wait for kernels that run.
+        """
+        self.wait()
         for memory in self.memories:
             memory.stop()
         for exchange in exchanges:
-            for group, part in zip(self.groups, exchange.parts, strict=True):
-                exchange.run(group, part)
-        torch.cuda.synchronize()
+            self.at = f"load {exchange}"
+            for rank, group in enumerate(self.groups):
+                with torch.cuda.stream(self.streams[rank]):
+                    self.check(rank, exchange.run(group, exchange.parts[rank]), exchange.expected)
+            self.wait()
+        self.wrong()
         for memory in self.memories:
             memory._stop.zero_()
 
@@ -93,7 +124,7 @@ class Ranks:
 
     def wrong(self) -> list[int]:
         """The counts, which start anew."""
-        torch.cuda.synchronize()
+        self.wait()
         counts = [int(count) for count in self.num_wrong]
         for count in self.num_wrong:
             count.zero_()
@@ -122,6 +153,7 @@ def sleep_sometimes(rng: random.Random) -> None:
 def fuzz(ranks: Ranks, exchanges: list[Exchange], rng: random.Random, until_s: float) -> int:
     """Exchanges of random kinds, ranks coming late at random; how many."""
     rounds = 0
+    ranks.at = "late ranks"
     while time.monotonic() < until_s:
         ranks.set_programs(rng.choice((1, 3, 8, MOST_PROGRAMS)))
         for exchange in rng.choices(exchanges, k=20):
@@ -130,7 +162,7 @@ def fuzz(ranks: Ranks, exchanges: list[Exchange], rng: random.Random, until_s: f
                     sleep_sometimes(rng)
                     ranks.check(rank, exchange.run(ranks.groups[rank], exchange.parts[rank]), exchange.expected)
             rounds += 1
-        torch.cuda.synchronize()
+        ranks.wait()
     ranks.set_programs(MOST_PROGRAMS)
     return rounds
 
@@ -150,8 +182,9 @@ def replay(ranks: Ranks, exchanges: list[Exchange], rng: random.Random, until_s:
             sign.neg_()
         graphs.append(graph)
         signs.append(sign)
-    torch.cuda.synchronize()
+    ranks.wait()
     replays = 0
+    ranks.at = "graphs"
     while time.monotonic() < until_s:
         for _ in range(5):
             for rank in rng.sample(range(len(graphs)), len(graphs)):
@@ -159,7 +192,7 @@ def replay(ranks: Ranks, exchanges: list[Exchange], rng: random.Random, until_s:
                     sleep_sometimes(rng)
                     graphs[rank].replay()
             replays += 1
-        torch.cuda.synchronize()
+        ranks.wait()
     return replays
 
 
@@ -168,18 +201,19 @@ def main(size: int, seconds: float) -> int:
     torch.cuda.set_device(CARD)
     ranks, rng = Ranks(size), random.Random(size)
     generator = torch.Generator(device=CARD).manual_seed(size)
-    shapes = (*SMALL, *LARGE)
-    exchanges = [Exchange(operands(size, shape, dtype, generator), None) for shape, dtype in product(shapes, SUMMED)]
-    gathers = product(shapes, GATHERED, (0, 1))
+    sums = [*product(SMALL, SUMMED), *product(LARGE, SUMMED_LARGE)]
+    exchanges = [Exchange(operands(size, shape, dtype, generator), None) for shape, dtype in sums]
+    gathers = product((*SMALL, *LARGE), GATHERED, (0, 1))
     exchanges += [Exchange(operands(size, shape, dtype, generator), dim) for shape, dtype, dim in gathers]
     ranks.load(exchanges)
     failed = False
     for exchange in exchanges:
+        ranks.at = str(exchange)
         for rank, group in enumerate(ranks.groups):
             with torch.cuda.stream(ranks.streams[rank]):
                 ranks.check(rank, exchange.run(group, exchange.parts[rank]), exchange.expected)
         if any(wrong := ranks.wrong()):
-            print(f"{exchange}: {wrong} elements are wrong")
+            print(f"{exchange}: {wrong} elements are wrong", flush=True)
             failed = True
     small = [exchange for exchange in exchanges if exchange.expected.numel() < 2**21]
     made = {

@@ -274,6 +274,20 @@ def test_memory_that_a_lost_rank_may_write_to_is_not_used_again(driver: type[Dri
     assert peer_memory._spare == {CPU: [memories[1].own]}
 
 
+def test_a_rank_that_fails_waits_for_nobody(driver: type[Driver]) -> None:
+    """Under a launcher its process lives on: its kernels must not, and its buffer is not used again."""
+    store = dist.HashStore()
+    memories = on_ranks(2, lambda rank: connect(rank, 2, store, CPU))
+    with RankGroup(0, 2, memory=memories[0]):
+        assert len(driver.opened) == 2
+    assert not memories[0].is_stopped
+    with pytest.raises(ZeroDivisionError), RankGroup(1, 2, memory=memories[1]):
+        raise ZeroDivisionError
+    assert memories[1].is_stopped
+    assert not driver.opened
+    assert peer_memory._spare == {CPU: [memories[0].own]}
+
+
 @pytest.mark.parametrize("name", ["allocate", "export", "open"])
 def test_a_problem_of_one_is_said_on_all(driver: type[Driver], name: str) -> None:
     driver.problems = {name: 1}
