@@ -73,6 +73,15 @@ def attention(
     return out_TKGD.view(num_rows, num_heads, head_dim)
 
 
+def is_canonical(q_THD: torch.Tensor, cache: LayerCache, numerics: Numerics) -> bool:
+    """Whether ``attention`` takes the card's kernels, in which a head's bits hang on no other head."""
+    if not q_THD.is_cuda:
+        return False
+    from paged.kernels.attention_triton import unsupported
+
+    return unsupported(q_THD, cache, numerics) is None
+
+
 @functools.cache
 def _warn_once(reason: str) -> None:
     logger.warning("attention runs without its kernels for the card, and much slower, because %s", reason)

@@ -7,10 +7,14 @@ One call is one collective, however many rows it carries. For inference only.
 
 from __future__ import annotations
 
+from types import TracebackType
+from typing import Self
+
 import torch
 import torch.distributed as dist
 
 from paged.kernels.numerics import fold_tree
+from paged.kernels.peer_memory import PeerMemory
 
 # torch 2.14 has another name for it and warns of the old one.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -20,13 +24,15 @@ class RankGroup:
     """The ranks that share a model, as one of them sees them.
 
     All ranks call the same operations in the same order, with the same shapes and dtypes. A group of one rank issues
-    nothing and gives back what it gets.
+    nothing and gives back what it gets. Leaving it as a context closes it; other ranks count as lost if that is by an
+    exception.
 
     Args:
         rank: this rank, 0 to ``size - 1``.
         size: number of ranks.
-        process_group: what carries the tensors: gloo for those on the CPU, NCCL for those on a card. ``None`` for one
-            rank. The caller keeps and ends it; its time limit holds.
+        process_group: what carries the tensors: gloo for those on the CPU, NCCL for those on a card. The caller keeps
+            and ends it; its time limit holds.
+        memory: what carries the tensors on cards in its place: memory that all ranks write to. Ends with ``close``.
 
     Attributes:
         num_collectives: collectives issued so far.
@@ -37,17 +43,58 @@ class RankGroup:
         ValueError: ranks that can't be.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        memory: PeerMemory | None = None,
+    ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be 0 to {size - 1} (size - 1), not {rank}")
-        if (process_group is None) != (size == 1):
-            raise ValueError(f"process_group must be None for one rank and a group otherwise, not {process_group}")
+        if (process_group is not None) + (memory is not None) != (size > 1):
+            raise ValueError(
+                f"process_group or memory must carry the tensors of several ranks, and neither those of one, not "
+                f"{process_group} and {memory}"
+            )
         self.rank = rank
         self.size = size
         self.process_group = process_group
+        self.memory = memory
         self.num_collectives = 0
         self.num_bytes = 0
         self.is_exchanging = False
+
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether what the ranks exchange can be part of CUDA graphs."""
+        return self.process_group is None
+
+    def abort(self) -> None:
+        """Let nothing on a card wait for other ranks any more, for good; any thread may call it."""
+        if self.memory is not None:
+            self.memory.stop()
+        elif self.process_group is not None:
+            self.process_group.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(is_lost=kind is not None)
+
+    def close(self, *, is_lost: bool = False) -> None:
+        """Give memory that is shared with other ranks back once this rank's work is done. May be called again.
+
+        Args:
+            is_lost: whether other ranks may be gone, so that nothing is waited for any more.
+        """
+        if self.memory is not None:
+            if is_lost:
+                self.memory.stop()
+            self.memory.close()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, formed in the dtype of ``x``.
@@ -58,7 +105,12 @@ class RankGroup:
         if self.size == 1:
             return x
         x = self._take(x)
-        if x.is_cuda and self.size == 2:
+        if self.memory is not None and x.numel():
+            from paged.kernels import peers_triton
+
+            if x.dtype in peers_triton.SUMMED_DTYPES:
+                return peers_triton.all_reduce(x, self.memory)
+        elif self.memory is None and x.is_cuda and self.size == 2:
             # Two operands commute, so the order that the library takes leaves the bits alone.
             total = x.clone()
             dist.all_reduce(total, group=self.process_group)
@@ -73,7 +125,12 @@ class RankGroup:
         """
         if self.size == 1:
             return x
-        return torch.cat(self._gather(self._take(x)).unbind(0), dim=dim)
+        x = self._take(x)
+        if self.memory is not None and x.numel():
+            from paged.kernels import peers_triton
+
+            return peers_triton.all_gather(x, dim, self.memory)
+        return torch.cat(self._gather(x).unbind(0), dim=dim)
 
     def _take(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:
@@ -84,6 +141,10 @@ class RankGroup:
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]; the wire sees bytes, so that every dtype travels."""
+        if self.memory is not None and x.numel():
+            from paged.kernels import peers_triton
+
+            return peers_triton.all_gather(x[None], 0, self.memory)
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
             wire = gathered.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)

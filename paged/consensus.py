@@ -120,6 +120,8 @@ class Leader:
         self._process = os.getpid()
         self._ledger = Ledger()
         self._record: list[tuple[Any, ...]] = []
+        self._group = group
+        self._device = device
         self._watch = Watch(ranks, group, device, limit_s)
         if not self._live:
             Leader._num_threads_before = torch.get_num_threads()
@@ -251,10 +253,14 @@ class Leader:
             return
         grace_s = 0.0
         if self.failure is None:
-            grace_s = LAST_WORDS_S
-            with contextlib.suppress(TPError):
+            with contextlib.suppress(TPError, RuntimeError):
+                if self._device.type == "cuda":
+                    # Steps that nobody collected: who leaves now would be waited for.
+                    with self.computing():
+                        torch.cuda.synchronize(self._device)
                 self._record.append(("leave",))
                 self._send(is_verified=False)
+                grace_s = LAST_WORDS_S
         self._end(self.failure or TPError("the engine is closed"), grace_s)
 
     def _end(self, failure: TPError, grace_s: float = 0.0) -> None:
@@ -262,6 +268,7 @@ class Leader:
             self.failure = failure
             self._watch.stop()
             self.ranks.end(grace_s)
+            self._group.close(is_lost=not grace_s)
             if self._live.pop(self, None) is not None:
                 torch.set_num_threads(next(reversed(self._live.values()), self._num_threads_before))
 

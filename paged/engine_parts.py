@@ -55,6 +55,8 @@ class Assignment:
         rank, size: which of how many it is.
         blueprint: what to build.
         device: what computes there: the CPU, or a card by its number.
+        num_sharing: most ranks that have one card.
+        is_one_host: whether all ranks are on one machine.
         host, port: of the store at which the ranks meet.
         num_threads: of torch, the same on all ranks.
     """
@@ -63,6 +65,8 @@ class Assignment:
     size: int
     blueprint: Blueprint
     device: str
+    num_sharing: int
+    is_one_host: bool
     host: str
     port: int
     num_threads: int
@@ -94,6 +98,7 @@ def build_parts(
     group: RankGroup = SINGLE,
     least: Callable[[int], int] = lambda number: number,
     computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    num_sharing: int = 1,
 ) -> Parts:
     """Load this rank's weights, size its pool and allocate it.
 
@@ -105,6 +110,7 @@ def build_parts(
         group: the ranks.
         least: gives all ranks the least of their numbers: of the pools that they have room for, in blocks.
         computing: entered around what the ranks compute together.
+        num_sharing: most ranks that have one card; each gets as much of what the engine may use of it.
 
     Raises:
         ValueError: one sentence naming the field or file that does not suit.
@@ -116,21 +122,27 @@ def build_parts(
     tokenizer = Tokenizer(folder) if folder is not None and (folder / "tokenizer.json").is_file() else None
     numerics = config.build_numerics()
     placed: dict[str, Any] = {"numerics": numerics, "dtype": dtype, "device": device, "max_positions": limit}
-    before = CardMemory.read(device) if device.type == "cuda" else None
+    before = None
+    if device.type == "cuda":
+        before = CardMemory.read(device, num_sharing)
+        # Ranks that share a card all look at it before any of them fills it.
+        available_bytes = least(before.total - before.others)
     with _out_of_memory_as_mistake("dtype must be smaller or tp larger: the weights do not fit into memory"):
         if folder is None or config.weights == "dummy":
             decoder = random_decoder(spec, config.seed, group=group, **placed)
         else:
             decoder = load_decoder(folder, group=group, **placed)
     profile = None
+    # What the engine may use of a card goes in equal parts to the ranks that share it.
+    shared = config.replaced(gpu_memory_utilization=config.gpu_memory_utilization / num_sharing)
     if before is not None:
         # Here the ranks meet: none waits in an exchange of tensors for one that is still reading.
-        available_bytes = least(before.total - before.others)
+        least(0)
         if config.num_blocks is None:
             check_share(config.gpu_memory_utilization, before.total, available_bytes)
         with computing():
-            profile = _measured(decoder, kv_dtype, before, config, limit)
-    budget_bytes = CPU_POOL_BYTES if profile is None else profile.pool_bytes(config.gpu_memory_utilization)
+            profile = _measured(decoder, kv_dtype, before, shared, limit)
+    budget_bytes = CPU_POOL_BYTES if profile is None else profile.pool_bytes(shared.gpu_memory_utilization)
     num_blocks = least(config.num_blocks or sized_num_blocks(config, spec, kv_dtype, budget_bytes, limit))
     if num_blocks < 1:
         raise ValueError(
@@ -156,12 +168,12 @@ def build_parts(
         scheduler=Scheduler(limits, config.policy),
         tokenizer=tokenizer,
         numerics_id=numerics.numerics_id(dtype=dtype, kv_dtype=kv_dtype, device=device, tp=group.size),
-        memory=None if profile is None else _memory_summary(profile, config, spec, dtype, kv_dtype, limit),
+        memory=None if profile is None else _memory_summary(profile, shared, spec, dtype, kv_dtype, limit),
     )
 
 
 def warm_up(parts: Parts) -> None:
-    """Compute one token, all ranks together, and on one card make the graphs of decodes.
+    """Compute one token, all ranks together, and on cards make the graphs of decodes.
 
     Raises:
         ValueError: that is more than the memory holds.

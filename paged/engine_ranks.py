@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
 
 import torch
 
 from paged.consensus import Leader
 from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
+from paged.kernels.peer_memory import SIZES
 from paged.runner.launched import Launch
 from paged.runner.ranks import START_S, Ranks, make_group, serve_store
+
+_LOG = logging.getLogger(__name__)
 
 
 def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch | None) -> tuple[Parts, Leader]:
@@ -27,6 +32,12 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
     config = blueprint.config
     size, limit_s = config.tp, config.tp_timeout_s
     devices = _devices(device, size, launch)
+    num_sharing = max(Counter(devices).values()) if device.type == "cuda" else 1
+    is_one_host = launch is None or launch.num_local == size
+    if num_sharing > 1 and is_one_host:
+        _LOG.warning(
+            "%d ranks share %d GPUs: they take turns, which costs milliseconds an exchange", size, len(set(devices))
+        )
     ranks = Ranks.start(size) if launch is None else launch.gather(max(limit_s, START_S))
     leader: Leader | None = None
     try:
@@ -39,6 +50,8 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
                 size=size,
                 blueprint=blueprint,
                 device=str(devices[rank]),
+                num_sharing=num_sharing,
+                is_one_host=is_one_host,
                 host=ranks.host,
                 port=store.port,
                 num_threads=num_threads,
@@ -49,9 +62,18 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
         # Who can't make sense of its assignment says so now: whoever waits for the group does not hear it.
         ranks.hear(max(limit_s, START_S))
         # Stopped processes of another launcher's can't be ended, so that the exchange itself needs the limit.
-        group = make_group(0, size, store, devices[0], ranks.host, None if launch is None else limit_s)
+        group = make_group(
+            0,
+            size,
+            store,
+            devices[0],
+            ranks.host,
+            None if launch is None else limit_s,
+            num_sharing=num_sharing,
+            is_one_host=is_one_host,
+        )
         leader = Leader(ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads)
-        parts = build_parts(blueprint, devices[0], group, leader.least, leader.computing)
+        parts = build_parts(blueprint, devices[0], group, leader.least, leader.computing, num_sharing)
         leader.runner = parts.runner
         leader.check_equal("numerics_id", parts.numerics_id)
         with leader.computing():
@@ -69,13 +91,16 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
 
 
 def _devices(device: torch.device, size: int, launch: Launch | None) -> list[torch.device]:
-    """The device of each rank: on cards the current one for rank 0, and those after it."""
+    """The device of each rank: on cards the current one for rank 0, and those after it, in turn."""
     if device.type == "cpu":
         return [device] * size
     num_local = size if launch is None else launch.num_local
     num_cards = torch.cuda.device_count()
-    if num_cards < num_local:
-        raise ValueError(f"tp must be at most the number of GPUs here, {num_cards}, not {size}; or use device=cpu")
+    if num_cards < num_local and (num_local < size or size not in SIZES):
+        unless = "" if num_local < size else f" (or {', '.join(map(str, SIZES))}: ranks then share GPUs)"
+        raise ValueError(
+            f"tp must be at most the number of GPUs here, {num_cards}{unless}, not {size}; or use device=cpu"
+        )
     first = torch.cuda.current_device() if launch is None else 0
     return [torch.device("cuda", (first + rank % num_local) % num_cards) for rank in range(size)]
 

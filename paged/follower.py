@@ -65,35 +65,46 @@ def serve(link: Link) -> int:
 
 
 def _serve(link: Link) -> None:
-    with link.beating(BEAT_S):
-        import torch
+    with contextlib.ExitStack() as stack:
+        with link.beating(BEAT_S):
+            import torch
 
-        from paged.consensus import Follower
-        from paged.engine_parts import build_parts, warm_up
-        from paged.runner.ranks import START_S, make_group, reach_store
+            from paged.consensus import Follower
+            from paged.engine_parts import build_parts, warm_up
+            from paged.runner.ranks import START_S, make_group, reach_store
 
-        link.send(platform.node())
-        assignment: Assignment = link.receive()
-        torch.set_num_threads(assignment.num_threads)
-        config = assignment.blueprint.config
-        device = torch.device(assignment.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        store = reach_store(assignment.host, assignment.port, START_S)
-        link.send(None)
-        # Rank 0 watches over exchanges; a limit here would count the time in which it is stopped.
-        group = make_group(assignment.rank, assignment.size, store, device, assignment.host, None)
+            link.send(platform.node())
+            assignment: Assignment = link.receive()
+            torch.set_num_threads(assignment.num_threads)
+            config = assignment.blueprint.config
+            device = torch.device(assignment.device)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            store = reach_store(assignment.host, assignment.port, START_S)
+            link.send(None)
+            # Rank 0 watches over exchanges; a limit here would count the time in which it is stopped.
+            group = make_group(
+                assignment.rank,
+                assignment.size,
+                store,
+                device,
+                assignment.host,
+                None,
+                num_sharing=assignment.num_sharing,
+                is_one_host=assignment.is_one_host,
+            )
+            stack.enter_context(group)
 
-        def least(num_blocks: int) -> int:
-            link.send(num_blocks)
-            agreed: int = link.receive()
-            return agreed
+            def least(num_blocks: int) -> int:
+                link.send(num_blocks)
+                agreed: int = link.receive()
+                return agreed
 
-        parts = build_parts(assignment.blueprint, device, group, least)
-        link.send(parts.numerics_id)
-        link.receive()
-    warm_up(parts)
-    Follower(link, parts.scheduler, parts.runner, limit_s=config.tp_timeout_s).serve()
+            parts = build_parts(assignment.blueprint, device, group, least, num_sharing=assignment.num_sharing)
+            link.send(parts.numerics_id)
+            link.receive()
+        warm_up(parts)
+        Follower(link, parts.scheduler, parts.runner, limit_s=config.tp_timeout_s).serve()
 
 
 def _end_with(link: Link, is_over: threading.Event) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.core.sharding import check_k_segments, check_tp, local_part, local_spec
-from paged.kernels.attention import BatchLayout
+from paged.kernels.attention import BatchLayout, is_canonical
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.linear import add_bias, linear, partial_linear
@@ -217,8 +217,9 @@ class FullQKNorm(QKNorm):
 class PaddedHeads(Heads):
     """Some of the query heads that share a key/value head, computed in their places among all of them.
 
-    A batched product's bits hang on the number of query heads that share a key (fewer than 4, on the CPU). Where ranks
-    hold copies of a key/value head, each has fewer of its query heads than one rank has.
+    A batched product's bits hang on the number of query heads that share a key (fewer than 4, on the CPU); those of the
+    card's kernels do not. Where ranks hold copies of a key/value head, each has fewer of its query heads than one rank
+    has.
     """
 
     def __init__(self, inner: Heads, spec: ModelSpec, group: RankGroup) -> None:
@@ -230,5 +231,7 @@ class PaddedHeads(Heads):
 
     def forward(self, q_THD: torch.Tensor, cache: LayerCache, layout: BatchLayout) -> torch.Tensor:
         """[T, H, D], see ``paged.kernels.attention``."""
+        if is_canonical(q_THD, cache, self.numerics):
+            return super().forward(q_THD, cache, layout)
         padded_THD = F.pad(q_THD, (0, 0, self.first, self.num_missing - self.first))
         return super().forward(padded_THD, cache, layout)[:, self.first : self.first + self.num_heads]

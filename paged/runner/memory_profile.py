@@ -33,19 +33,22 @@ class CardMemory:
         free: what no process holds.
         reserved: what this process's allocator holds.
         allocated: what tensors take of that.
+        num_sharing: processes of ours that compute on the card.
     """
 
     total: int
     free: int
     reserved: int
     allocated: int
+    num_sharing: int = 1
 
     @classmethod
-    def read(cls, device: torch.device) -> CardMemory:
+    def read(cls, device: torch.device, num_sharing: int = 1) -> CardMemory:
         """Ask the card, once its work is done."""
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
-        return cls(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
+        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        return cls(total, free, reserved, allocated, num_sharing)
 
     @property
     def outside(self) -> int:
@@ -54,18 +57,21 @@ class CardMemory:
 
     @property
     def others(self) -> int:
-        """What others hold, if nothing has been computed yet: other processes, and tensors of this one."""
+        """What others hold, if nothing has been computed yet: processes not of ours, and tensors of this one."""
         return self._foreign + self.allocated
 
     @property
     def _foreign(self) -> int:
-        return max(0, self.outside - MOST_CONTEXT_BYTES)
+        return max(0, self.outside - self.num_sharing * MOST_CONTEXT_BYTES)
 
     def context(self, later: CardMemory) -> int:
         """What this process's context and libraries take ``later``, once all of them have been used.
 
-        Not negative, though others may have given back something meanwhile.
+        Not negative, though others may have given back something meanwhile. Of several processes nobody knows which
+        has how much: each counts as the most.
         """
+        if self.num_sharing > 1:
+            return MOST_CONTEXT_BYTES
         return max(0, later.outside - self._foreign)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -21,7 +22,10 @@ import torch.distributed as dist
 
 from paged.core.agreement import TPError
 from paged.kernels.collectives import RankGroup
+from paged.kernels.peer_memory import PeerMemory, connect
 from paged.runner.links import RANK_BYTES, Failure, Link, LinkClosedError, pack
+
+_LOG = logging.getLogger(__name__)
 
 FOLLOWER: Final = "paged.follower"
 """The module that a rank's process runs."""
@@ -313,11 +317,20 @@ def reach_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
 
 
 def make_group(
-    rank: int, size: int, store: dist.Store, device: torch.device, host: str, limit_s: float | None
+    rank: int,
+    size: int,
+    store: dist.Store,
+    device: torch.device,
+    host: str,
+    limit_s: float | None,
+    *,
+    num_sharing: int,
+    is_one_host: bool,
 ) -> RankGroup:
-    """The group that carries the tensors of all ranks, which call this together: gloo on the CPU, NCCL on cards.
+    """The group that carries the tensors of all ranks, which call this together.
 
-    It is nobody's default group, and a process may have several.
+    On the CPU that is gloo, on cards memory that all ranks write to, or NCCL where there is none. It is nobody's
+    default group, and a process may have several.
 
     Args:
         rank, size: which of how many.
@@ -325,7 +338,20 @@ def make_group(
         device: this rank's.
         host: this machine's address for the others.
         limit_s: seconds that an exchange may take on the CPU; None, and on cards: whoever waits for it sets the limit.
+        num_sharing: most ranks that have one card.
+        is_one_host: whether all ranks are on this machine.
+
+    Raises:
+        ValueError: ranks would share a card, and can't share memory.
     """
+    if device.type == "cuda":
+        memory = connect(rank, size, store, device) if is_one_host else "the ranks are on several machines"
+        if isinstance(memory, PeerMemory):
+            return RankGroup(rank, size, memory=memory)
+        if num_sharing > 1:
+            raise ValueError(f"tp must be at most the number of GPUs here, not {size}, because {memory}")
+        if rank == 0:
+            _LOG.warning("steps are launched one by one, and NCCL carries what ranks exchange: %s", memory)
     kinds = dist.ProcessGroup.BackendType
     backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if device.type == "cpu":

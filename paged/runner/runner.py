@@ -136,7 +136,7 @@ class TorchRunner:
     def warm_up(self, max_step_tokens: int) -> None:
         """Run one token through everything, so that the first step does not pay for the libraries' first calls.
 
-        On one card steps of decodes become graphs, as larger ones will, of up to ``max_step_tokens`` rows. Writes into
+        On cards steps of decodes become graphs, as larger ones will, of up to ``max_step_tokens`` rows. Writes into
         block 0, which nobody can hold yet.
         """
         layout = BatchLayout.build([0], [1], [[0]], self.cache.block_size, self.device)

@@ -47,8 +47,8 @@ SMALL_SIZES = (1, 2, 4, 8)
 
 
 def can_graph(decoder: Decoder, cache: KVCache) -> bool:
-    """Whether steps of this model can be graphs: on one card, with attention by our kernels."""
-    if cache.device.type != "cuda" or decoder.group.size > 1:
+    """Whether steps of this model can be graphs: on cards, with attention and exchanges by our kernels."""
+    if cache.device.type != "cuda" or not decoder.group.fits_graphs:
         return False
     from paged.kernels.attention_triton import unsupported
 
@@ -61,7 +61,7 @@ class StepGraphs:
     """The graphs of one decoder over one cache. A graph is made when a step of its size comes for the first time.
 
     Args:
-        decoder: the network, on one card.
+        decoder: the network, or a rank's part of it, on a card. Ranks make and replay the same graphs in one order.
         cache: the block pool's storage.
         slots: the tables of all slots.
         max_step_tokens: most rows of a step.

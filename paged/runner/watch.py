@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from paged.kernels.collectives import RankGroup
 from paged.runner.ranks import Ranks
@@ -35,11 +36,10 @@ class Watch:
     """
 
     def __init__(self, ranks: Ranks, group: RankGroup, device: torch.device, limit_s: float) -> None:
-        assert group.process_group is not None, "several ranks have a group"
         self._ranks = ranks
         self._group = group
         self._is_on_card = device.type == "cuda"
-        self._abort = group.process_group.abort if self._is_on_card else ranks.kill
+        self._abort = group.abort if self._is_on_card else ranks.kill
         self._limit_s = limit_s
         self._num_entered = 0
         self._is_entered = self._is_limited = False
@@ -109,7 +109,7 @@ class Watch:
                 if self._num_interrupts > 1:
                     self._reason = KeyboardInterrupt()
                 else:
-                    gone = RuntimeError("NCCL was stopped: a rank is gone")
+                    gone = dist.DistError("a rank is gone")
                     self._reason = gone if is_gone else self._ranks.silence(self._limit_s)
                 self._abort()
                 return

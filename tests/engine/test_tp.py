@@ -368,12 +368,17 @@ def test_a_mistake_is_one_sentence(folders: dict[str, Path], fields: dict[str, A
     assert str(caught.value) == sentence
 
 
-def test_each_rank_has_a_card_of_its_own(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_a_card_of_its_own_or_shares_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    with pytest.raises(ValueError, match=r"^tp must be at most the number of GPUs here, 3, not 4; or use device=cpu$"):
-        tp_engine(folders["qwen3"], 4, device="cuda")
+    allowed = re.escape("the number of GPUs here, 3 (or 2, 4, 8: ranks then share GPUs)")
+    with pytest.raises(ValueError, match=rf"^tp must be at most {allowed}, not 16; or use device=cpu$"):
+        engine_ranks._devices(torch.device("cuda"), 16, None)
+    with pytest.raises(ValueError, match=r"^tp must be at most the number of GPUs here, 3, not 8; or use device=cpu$"):
+        engine_ranks._devices(torch.device("cuda"), 8, Launch(0, 8, 4))
+    shared = engine_ranks._devices(torch.device("cuda"), 4, None)
+    assert shared == [torch.device("cuda", number) for number in (2, 0, 1, 2)]
     cards = engine_ranks._devices(torch.device("cuda"), 2, None)
     assert cards == [torch.device("cuda:2"), torch.device("cuda:0")], "the current one is rank 0's"
     launched = engine_ranks._devices(torch.device("cuda"), 6, Launch(0, 6, 3))

@@ -98,6 +98,9 @@ class Card:
     def abort(self) -> None:
         self.aborted.set()
 
+    def close(self, *, is_lost: bool) -> None:
+        self.aborted.set()
+
 
 def watch_over(ranks: Ranks, limit_s: float) -> tuple[Watch, Card]:
     card: Any = Card()
