@@ -18,7 +18,7 @@ from paged.runner.ranks import Ranks
 
 def test_engines_that_overlap_leave_the_number_of_threads_as_it_was() -> None:
     def lead(num_threads: int) -> Leader:
-        group: Any = SimpleNamespace(process_group="never asked")
+        group: Any = SimpleNamespace(close=lambda *, is_lost: None)
         return Leader(Ranks([]), group, torch.device("cpu"), is_verifying=True, limit_s=1, num_threads=num_threads)
 
     before = torch.get_num_threads()
