@@ -186,7 +186,7 @@ def hopper_tilings(shapes: Iterable[tuple[int, int]]) -> list[HopperTiling]:
     """The Hopper kernel's tilings for weights of these shapes."""
     num_processors = num_sms(torch.device("cuda", 0))
     rows = (1, 16, 32, gemm_hopper.MAX_ROWS)
-    return [gemm_hopper.tiling_for(num_rows, shape[0], num_processors) for shape in shapes for num_rows in rows]
+    return [gemm_hopper.tiling_for(num_rows, *shape, num_processors) for shape in shapes for num_rows in rows]
 
 
 def compile_all(jobs: Sequence[Job]) -> None:

@@ -1,8 +1,8 @@
 """Products of few rows on Hopper: a kernel that streams weights before its turn has come.
 
 Contract: what ``paged.kernels.gemm`` says of one chain, to the bit, for at most 64 rows. One warp of each program
-copies weights and rows of ``x`` into a ring of stages; four others multiply them, 64 rows of weights at a time or
-fewer, so that all processors of the card have a part of the product.
+copies weights and rows of ``x`` into a ring of stages; four others multiply them. A program has a processor's memory to
+itself, and the processors' shares of the weights are even.
 
 A graph's launch fills its ring with weights while the kernels before it still run, as nobody writes weights within a
 graph. Outside of a graph the kernel before may be the one that writes them, so there the weights wait, too.
@@ -24,14 +24,17 @@ from paged.kernels.launch import are_copyable, has_wgmma, num_sms, options
 
 MAX_ROWS = 64
 _LOAD_REGISTERS = 32
-# Rows of weights that are one operand of the matrix unit.
+# Rows of weights that the matrix unit takes, and how many of its operands a program multiplies side by side.
 _OPERAND = 64
+_MAX_OPERANDS = 2
 # Inputs side by side in shared memory, 128 bytes: as many as its swizzle spans.
 _BLOCK = 64
-# What the rings of a processor's programs may take of its shared memory.
+# What a program takes of a processor's shared memory.
 _RING_BYTES = 200 * 1024
-# Waiting for a stage costs the multiplying warps time, so a stage is not smaller than this if the ring has room.
-_STAGE_BYTES = 13 * 1024
+# A step of 16 inputs takes half the time with four blocks to a stage as with one: waiting for a stage costs the
+# multiplying warps more than the products do. Fewer stages than these would leave too little in flight.
+_MAX_BLOCKS = 4
+_MIN_STAGES = 6
 _MAX_STAGES = 16
 
 
@@ -41,22 +44,26 @@ class HopperTiling:
 
     Attributes:
         rows: of ``x``, padding included.
-        columns: rows of the weight that a program multiplies at a time, a multiple of 8 up to 64.
+        columns: rows of the weight that a program multiplies at a time, a multiple of 8 up to 128.
         blocks: groups of 64 inputs to a stage.
         stages: of the ring.
-        programs_per_sm: programs that share a processor.
     """
 
     rows: int
     columns: int
     blocks: int
     stages: int
-    programs_per_sm: int
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program's operands; the last tile's reaches beyond its rows."""
-        return 2 * _BLOCK * (self.stages * self.blocks * (self.rows + self.columns) + _OPERAND - self.columns)
+        num_rows = self.stages * self.blocks * (self.rows + self.columns) + self.operand_rows - self.columns
+        return 2 * _BLOCK * num_rows
+
+    @property
+    def operand_rows(self) -> int:
+        """Rows of weights that are multiplied; those beyond ``columns`` are any."""
+        return _OPERAND * triton.cdiv(self.columns, _OPERAND)
 
 
 def suits_hopper(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
@@ -64,26 +71,27 @@ def suits_hopper(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
     return x_TK.shape[0] <= MAX_ROWS and has_wgmma(x_TK.device) and are_copyable(x_TK, weight_NK)
 
 
-def tiling_for(num_rows: int, num_columns: int, num_processors: int) -> HopperTiling:
-    """A tiling that gives the processors even shares of the weights."""
-    programs_per_sm = 1 if num_rows > 16 else 2
+def tiling_for(num_rows: int, num_columns: int, inner_size: int, num_processors: int) -> HopperTiling:
+    """A tiling that gives the processors even shares of the weights, and a ring no larger than such a share."""
     rows = max(8, triton.next_power_of_2(num_rows))
-    columns = _columns(num_columns, programs_per_sm * num_processors)
-    ring_bytes = _RING_BYTES // programs_per_sm - 2 * _BLOCK * (_OPERAND - columns)
-    block_bytes = 2 * _BLOCK * (rows + columns)
-    blocks = 1
-    while blocks < 4 and (2 * blocks * block_bytes <= _STAGE_BYTES or _MAX_STAGES * blocks * block_bytes < ring_bytes):
-        blocks *= 2
-    stages = min(_MAX_STAGES, ring_bytes // (blocks * block_bytes))
-    return HopperTiling(rows, columns, blocks, stages, programs_per_sm)
+    num_tiles = triton.cdiv(num_columns, num_processors * _MAX_OPERANDS * _OPERAND)
+    columns = _box_rows(triton.cdiv(num_columns, num_processors * num_tiles))
+    # Blocks that the ring has room for.
+    held = (_RING_BYTES // (2 * _BLOCK) - -columns % _OPERAND) // (rows + columns)
+    blocks = _MAX_BLOCKS
+    while blocks > 1 and _MIN_STAGES * blocks > held:
+        blocks //= 2
+    num_steps = num_tiles * triton.cdiv(inner_size, blocks * _BLOCK)
+    stages = min(_MAX_STAGES, held // blocks, max(2, num_steps))
+    return HopperTiling(rows, columns, blocks, stages)
 
 
-def _columns(num_columns: int, num_programs: int) -> int:
-    """The fewest rows of weights at a time with which all programs have as many tiles, or one fewer."""
-    num_tiles = triton.cdiv(num_columns, num_programs * _OPERAND)
-    columns = 8 * triton.cdiv(num_columns, num_programs * num_tiles * 8)
-    # A box of the copy engine has a power of two of rows, and a tile two boxes at most.
-    return _OPERAND if columns == 56 else columns
+def _box_rows(num_columns: int) -> int:
+    """The next multiple of 8 that is a power of two or the sum of two: as many rows as two boxes of weights have."""
+    columns = 8 * triton.cdiv(num_columns, 8)
+    while columns.bit_count() > 2:
+        columns += 8
+    return columns
 
 
 def gemm_hopper(
@@ -98,7 +106,7 @@ def gemm_hopper(
     num_rows, inner_size = x_TK.shape
     num_columns = weight_NK.shape[0]
     if tiling is None:
-        tiling = tiling_for(num_rows, num_columns, num_sms(x_TK.device))
+        tiling = tiling_for(num_rows, num_columns, inner_size, num_sms(x_TK.device))
     assert num_rows <= tiling.rows, (num_rows, tiling)
     first_rows = 1 << tiling.columns.bit_length() - 1
     layout = gl.NVMMASharedLayout(128, 16)
@@ -107,7 +115,7 @@ def gemm_hopper(
     rest_rows = tiling.columns - first_rows
     weight_rest = TensorDescriptor.from_tensor(weight_NK, [rest_rows, _BLOCK], layout) if rest_rows else weight
     num_tiles = triton.cdiv(num_columns, tiling.columns)
-    _gemm_hopper_kernel[(min(num_tiles, tiling.programs_per_sm * num_sms(x_TK.device)),)](
+    _gemm_hopper_kernel[(min(num_tiles, num_sms(x_TK.device)),)](
         x,
         weight,
         weight_rest,
@@ -120,14 +128,14 @@ def gemm_hopper(
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         FIRST=first_rows,
-        OPERAND=_OPERAND,
+        OPERAND=tiling.operand_rows,
         BLOCK=_BLOCK,
         BLOCKS=tiling.blocks,
         STAGES=tiling.stages,
         LOAD_REGISTERS=_LOAD_REGISTERS,
         num_warps=4,
-        # Without a limit no second program shares the processor.
-        maxnreg=96,
+        # Without a limit no program of the next kernel shares the processor.
+        maxnreg=128,
         **options(x_TK),
     )
 
