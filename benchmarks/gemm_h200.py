@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,9 +26,11 @@ import triton
 import triton.language as tl
 from card_times import graph_us
 
-from paged.kernels import activation, gemm_dispatch, moe, norm, rope
+from paged.kernels import activation, gemm_dispatch, gemm_hopper, moe, norm, rope
 from paged.kernels.gemm import Tiling, gemm, tiling_for
 from paged.kernels.gemm_gate import Product, cancelling_numbers, gated_rows, verdicts
+from paged.kernels.gemm_hopper import HopperTiling
+from paged.kernels.launch import num_sms
 from paged.kernels.numerics import Numerics
 
 SHAPES = {
@@ -156,24 +158,35 @@ def candidates(num_rows: int) -> list[Tiling]:
     return list(dict.fromkeys(found))
 
 
-Job = tuple[Tiling, int, torch.dtype, torch.dtype | None, bool, bool]
+Job = tuple[Tiling | HopperTiling, int, torch.dtype, torch.dtype | None, bool, bool]
 
 
 def compile_job(job: Job) -> str:
-    """Put one variant of the kernel into Triton's cache; returns the error if it cannot be made."""
+    """Put one variant of a kernel into Triton's cache; returns the error if it cannot be made."""
     tiling, k_segments, dtype, out_dtype, has_bias, all_fetches = job
     try:
         wide = torch.zeros(16, 4097, device="cuda", dtype=dtype)
         x, far_apart = wide[:, :4096].contiguous(), wide[:, :4096]
         weight = torch.zeros(1024 if k_segments == 1 else 16384, 4096, device="cuda", dtype=dtype)
         bias = weight[:, 0].contiguous() if has_bias else None
-        gemm(x, weight, bias, k_segments=k_segments, out_dtype=out_dtype, tiling=tiling)
+        if isinstance(tiling, HopperTiling):
+            out = torch.empty(tiling.rows, 1024, device="cuda", dtype=out_dtype or dtype)
+            gemm_hopper.gemm_hopper(x.repeat(4, 1)[: tiling.rows], weight, bias, out, tiling=tiling)
+        else:
+            gemm(x, weight, bias, k_segments=k_segments, out_dtype=out_dtype, tiling=tiling)
         if all_fetches:
             gemm(far_apart, weight, bias, k_segments=k_segments, out_dtype=out_dtype, tiling=tiling)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {type(error).__name__}: {str(error)[:200]}"
     return ""
+
+
+def hopper_tilings(shapes: Iterable[tuple[int, int]]) -> list[HopperTiling]:
+    """The Hopper kernel's tilings for weights of these shapes."""
+    num_processors = num_sms(torch.device("cuda", 0))
+    rows = (1, 16, 32, gemm_hopper.MAX_ROWS)
+    return [gemm_hopper.tiling_for(num_rows, *shape, num_processors) for shape in shapes for num_rows in rows]
 
 
 def compile_all(jobs: Sequence[Job]) -> None:
@@ -213,8 +226,14 @@ def bits(_: dict[str, float], count: int = 520) -> dict[str, object]:
         for dtype in (torch.bfloat16, torch.float16)
         for kind in kinds
     ]
-    compile_all(jobs)
     shapes = [shape for name, shape in SHAPES.items() if name not in ("8B gate_up", "8B down")] + [(1000, 1536)]
+    jobs += [
+        (tiling, 1, dtype, *kind, False)
+        for tiling in hopper_tilings(shapes)
+        for dtype in (torch.bfloat16, torch.float16)
+        for kind in kinds
+    ]
+    compile_all(jobs)
     found: dict[str, object] = {}
     for dtype in (torch.bfloat16, torch.float16):
         rng = random.Random(0)
@@ -313,11 +332,15 @@ def gate(_: dict[str, float]) -> dict[str, object]:
 
 def times(ceilings: dict[str, float]) -> list[dict[str, object]]:
     """Our product, cuBLAS as it comes, and the floor, for each shape and number of rows; then sums over a layer."""
+    compile_all(
+        [(tiling, 1, torch.bfloat16, None, False, False) for tiling in hopper_tilings(SHAPES.values())]
+        + [(tiling, 1, torch.bfloat16, torch.float32, False, False) for tiling in hopper_tilings(HEADS.values())]
+    )
     device = torch.device("cuda")
     gemm_dispatch.prepare([Product(*shape) for shape in SHAPES.values()], torch.bfloat16, device, 2048)
     gemm_dispatch.prepare([Product(*s, out_dtype=torch.float32) for s in HEADS.values()], torch.bfloat16, device, 256)
     results = []
-    print("shape, rows: us ours / Triton alone / cuBLAS / 4 segments | floor, share of it")
+    print("shape, rows: us ours / our kernels alone / cuBLAS / 4 segments | floor, share of it")
     for name, (num_columns, inner_size) in (SHAPES | HEADS).items():
         weights = rotated(num_columns, inner_size)
         out_dtype = torch.float32 if name in HEADS else None
@@ -327,7 +350,7 @@ def times(ceilings: dict[str, float]) -> list[dict[str, object]]:
             x = torch.randn(num_rows, inner_size, device="cuda", dtype=torch.bfloat16)
             kinds: dict[str, Callable[[torch.Tensor], object]] = {
                 "ours": lambda w: gemm_dispatch.product(x, w, out_dtype=out_dtype),  # noqa: B023
-                "triton": lambda w: gemm(x, w, out_dtype=out_dtype),  # noqa: B023
+                "own": lambda w: gemm(x, w, out_dtype=out_dtype),  # noqa: B023
                 "cublas": lambda w: torch.mm(x, w.t(), out_dtype=out_dtype or torch.bfloat16),  # noqa: B023
             }
             if name.endswith((" o", "down")):

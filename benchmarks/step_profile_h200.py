@@ -41,7 +41,7 @@ NUM_LISTED = 15
 KINDS = ("gemm", "attention", "rowwise", "exchange", "sampling", "copies", "other")
 # Modules of kernels by the kind of what they compute.
 MODULES = {
-    "gemm": ("gemm", "moe_triton"),
+    "gemm": ("gemm", "gemm_hopper", "moe_triton"),
     "attention": ("attention_hopper", "attention_hopper_decode", "attention_triton", "kv_cache_triton"),
     "rowwise": ("rowwise_triton",),
     "exchange": ("peers_triton",),

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.gemm_hopper import gemm_hopper, suits_hopper
+from paged.kernels.launch import are_copyable, is_dependent, options
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -102,7 +103,7 @@ def gemm(
         bias_N: bias of the same dtype, or ``None``.
         k_segments: S, a power of two that divides K.
         out_dtype: the inputs' (the default) or fp32.
-        tiling: ``None`` takes ``tiling_for`` the size.
+        tiling: ``None`` takes the Hopper kernel where it suits, and else ``tiling_for`` the size.
     """
     num_rows, inner_size = x_TK.shape
     num_columns = weight_NK.shape[0]
@@ -118,11 +119,14 @@ def gemm(
     assert k_segments & (k_segments - 1) == 0, k_segments
     if inner_size % k_segments:
         raise ValueError(f"the product's inner size {inner_size} must be a multiple of k_segments {k_segments}")
+    out_TN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TK.device)
     if tiling is None:
+        if k_segments == 1 and suits_hopper(x_TK, weight_NK):
+            gemm_hopper(x_TK, weight_NK, bias_N, out_TN)
+            return out_TN
         tiling = PLAIN_TILING
         if has_copy_engine(x_TK):
             tiling = tiling_for(num_rows, num_columns, inner_size, k_segments)
-    out_TN = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TK.device)
     num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_columns, tiling.columns)
     tree_registers = 3 * tiling.rows * tiling.columns // (32 * tiling.num_warps)
     is_split = k_segments > 1 and (num_tiles <= _MAX_SPLIT_TILES or tree_registers > _MAX_TREE_REGISTERS)
@@ -180,12 +184,10 @@ def operands(
 ) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor | TensorDescriptor, bool]:
     """The two operands as ``tree`` takes them, and whether they are descriptors."""
     num_rows, inner_size = x_TK.shape
-    # The copy engine wants addresses and strides in multiples of 16 bytes, and cannot stop at a segment's end.
+    # The copy engine cannot stop at a segment's end.
     use_descriptors = (
         has_copy_engine(x_TK)
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (x_TK, weight_NK))
-        and x_TK.stride(0) % 8 == inner_size % 8 == 0
-        and x_TK.stride(0) >= inner_size
+        and are_copyable(x_TK, weight_NK)
         and (k_segments == 1 or inner_size // k_segments % tiling.depth == 0)
     )
     if not use_descriptors:

@@ -32,3 +32,19 @@ def _is_hopper(device: torch.device) -> bool:
 def num_sms(device: torch.device) -> int:
     """Processors of the card."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the device has Hopper's own matrix instructions, which other generations lack."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def are_copyable(*matrices: torch.Tensor) -> bool:
+    """Whether the copy engine takes tiles of matrices of 2-byte numbers: it works in multiples of 16 bytes."""
+    return all(
+        matrix.data_ptr() % 16 == 0
+        and matrix.stride(0) % 8 == matrix.shape[1] % 8 == 0
+        and matrix.stride(0) >= matrix.shape[1]
+        for matrix in matrices
+    )

@@ -47,11 +47,11 @@ def test_cancelling_numbers_cancel() -> None:
 
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What went to the library, after a gate that shows 32 rows equal and fast, 48 slow, 64 unequal, 80 equal."""
+    """What went to the library, after a gate that shows 32 rows equal and fast, 48 no faster, 64 unequal, 80 equal."""
     verdicts = [
         Verdict(16, 0, 9.0, 1.0),
         Verdict(32, 0, 1.0, 2.0),
-        Verdict(48, 0, 3.0, 2.0),
+        Verdict(48, 0, 1.5, 2.0),
         Verdict(64, 5, 0.0, 0.0),
         Verdict(80, 0, 0.0, 0.0),
     ]
@@ -74,7 +74,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="runs in the interpreter")
-def test_library_only_where_shown_equal_and_not_slower(routed: list[torch.Tensor]) -> None:
+def test_library_only_where_shown_equal_and_not_slower_among_our_kernels(routed: list[torch.Tensor]) -> None:
     weight = numbers(24, 32, seed=1)
     for rows, padded in ((1, None), (16, None), (17, 32), (32, 32), (33, None), (64, None), (65, 80), (81, None)):
         routed.clear()
