@@ -298,9 +298,26 @@ def _step(
 
 
 @gluon.jit
+def _rows(
+    group, first_row, num_positions, head, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr,
+    PADDED: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Where the group's rows lie among queries and outputs, and which of them exist.
+
+    Row r of the program is position r // PADDED and head r % PADDED of those that share the kv head.
+    """
+    place_R = group * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    dim_D = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
+    shared_R = place_R % PADDED
+    exists_R = (place_R // PADDED < num_positions) & (shared_R < NUM_SHARED)
+    row_R = (first_row + place_R // PADDED).to(gl.int64) * (NUM_KV_HEADS * NUM_SHARED) + head * NUM_SHARED + shared_R
+    return (row_R * HEAD_DIM)[:, None] + dim_D[None], exists_R
+
+
+@gluon.jit
 def _compute(
-    group, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions,
-    position, head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
+    group, q_ptr, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions, position,
+    head, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, PADDED: gl.constexpr,
     HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT_TILES: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of rows 64 * group to 64 * group + 63 of the program."""
@@ -313,7 +330,15 @@ def _compute(
     dtype: gl.constexpr = q.dtype
     num_tiles = gl.cdiv(position + num_positions, TILE)
     last_R = position + gl.minimum((group * 64 + gl.arange(0, 64, ROW)) // PADDED, num_positions - 1)
+    # Here, and not before the groups part, so that keys are on their way meanwhile.
+    LANES: gl.constexpr = HEAD_DIM // 8
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    q_offset_RD, exists_R = _rows(
+        group, first_row, num_positions, head, NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, GATHER
+    )
     queries = q.index(group)
+    queries.store(gl.load(q_ptr + q_offset_RD, exists_R[:, None], 0.0))
+    fence_async_shared()
     ones_PW = ones.permute((1, 0))
     zero_RP = gl.zeros([64, TILE], gl.float32, SCORE)
     # The fold of all splits before the one in progress, and that one's sums.
@@ -362,13 +387,11 @@ def _compute(
     )
     # All columns of the total are alike.
     total_R = gl.convert_layout(gl.max(all_total_RW, 1), ROW_OF_SUM)
-    place_R = group * 64 + gl.arange(0, 64, ROW_OF_SUM)
-    dim_D = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))
-    shared_R = place_R % PADDED
-    exists_R = (place_R // PADDED < num_positions) & (shared_R < NUM_SHARED)
-    row_R = (first_row + place_R // PADDED).to(gl.int64) * (NUM_KV_HEADS * NUM_SHARED) + head * NUM_SHARED + shared_R
+    out_offset_RD, exists_R = _rows(
+        group, first_row, num_positions, head, NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, SUM
+    )
     out_RD = (all_sum_RD / total_R[:, None]).to(dtype)
-    gl.store(out_ptr + (row_R * HEAD_DIM)[:, None] + dim_D[None], out_RD, exists_R[:, None])
+    gl.store(out_ptr + out_offset_RD, out_RD, exists_R[:, None])
 
 
 @gluon.jit
@@ -412,8 +435,6 @@ def _kernel(
     position = gl.load(tiles_ptr + number * 4 + 3)
     table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
 
-    LANES: gl.constexpr = HEAD_DIM // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     q = gl.allocate_shared_memory(dtype, [2, 64, HEAD_DIM], shared)
     keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_DIM], shared)
@@ -425,26 +446,15 @@ def _kernel(
         # The copy engine arrives once, or every thread that loads when its copies have; each computing group once.
         mbarrier.init(ready.index(stage), count=1 if SPAN else 32 * LOAD_WARPS)
         mbarrier.init(free.index(stage), count=2)
-    ones.store(gl.full([8, TILE], 1.0, dtype, layout))
-    # Row r of the program is position r // PADDED and head r % PADDED of those that share the kv head.
-    for group in gl.static_range(2):
-        place_R = group * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        dim_D = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
-        shared_R = place_R % PADDED
-        exists_R = (place_R // PADDED < num_positions) & (shared_R < NUM_SHARED)
-        row_R = (
-            (first_row + place_R // PADDED).to(gl.int64) * (NUM_KV_HEADS * NUM_SHARED) + head * NUM_SHARED + shared_R
-        )
-        q_RD = gl.load(q_ptr + (row_R * HEAD_DIM)[:, None] + dim_D[None], exists_R[:, None], 0.0)
-        q.index(group).store(q_RD)
+    ones.store(gl.full([8, TILE], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
     num_keys = position + num_positions
     gl.warp_specialize(
         [
-            (_compute, (0, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions, position, head,
-                        factor, NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, SPAN, STAGES)),
-            (_compute, (1, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions, position, head,
-                        factor, NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, SPAN, STAGES)),
+            (_compute, (0, q_ptr, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions, position,
+                        head, factor, NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, SPAN, STAGES)),
+            (_compute, (1, q_ptr, q, keys, values, ones, ready, free, out_ptr, first_row, num_positions, position,
+                        head, factor, NUM_KV_HEADS, NUM_SHARED, PADDED, HEAD_DIM, TILE, SPLIT_TILES, SPAN, STAGES)),
             (_load, (engine_keys, engine_values, key_ptr, value_ptr, table_ptr, head, num_keys, keys, values, ready,
                      free, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, SPAN, STAGES, LOAD_WARPS)),
         ],
