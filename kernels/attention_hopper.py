@@ -65,7 +65,7 @@ def chunk_attention_hopper(
     """
     num_shared = q_THD.shape[1] // cache.num_kv_heads
     span = span_of(cache.block_size)
-    engine_keys, engine_values = (_spans(x, span) if span else None for x in (cache.key, cache.value))
+    engine_keys, engine_values = _spans(cache, span) if span else (None, None)
     _kernel[(tiles.tiles_N4.shape[0] * cache.num_kv_heads,)](
         q_THD,
         cache.key,
@@ -102,9 +102,16 @@ def span_of(block_size: int) -> int:
     return span if span >= LEAST_SPAN else 0
 
 
-def _spans(cache_NSKD: torch.Tensor, span: int) -> TensorDescriptor:
-    """What the copy engine must know to fetch 64 dimensions of ``span`` keys."""
-    return TensorDescriptor.from_tensor(cache_NSKD.flatten(0, 1).flatten(1), [span, 64], _SPAN_LAYOUT)
+def _spans(cache: LayerCache, span: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """What the copy engine must know to fetch 64 dimensions of ``span`` keys or values; built once for a cache."""
+    found: tuple[TensorDescriptor, TensorDescriptor] | None = cache.derived.get("spans")
+    if found is None:
+        keys, values = (
+            TensorDescriptor.from_tensor(x_NSKD.flatten(0, 1).flatten(1), [span, 64], _SPAN_LAYOUT)
+            for x_NSKD in (cache.key, cache.value)
+        )
+        found = cache.derived["spans"] = (keys, values)
+    return found
 
 
 @gluon.jit

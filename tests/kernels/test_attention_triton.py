@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from oracles import dense_attention
-from paged.kernels import attention_hopper_decode
+from paged.kernels import attention_hopper, attention_hopper_decode
 from paged.kernels import attention_triton as attention_triton_module
 from paged.kernels.attention import BatchLayout, attention
 from paged.kernels.attention_hopper import span_of
@@ -276,6 +279,35 @@ def test_positions_per_tile(heads: int, kv_heads: int, head_dim: int, expected: 
 def test_the_copy_engine_fetches_keys_of_one_block(block_size: int, expected: int) -> None:
     """A span may not reach into the next block, nor be shorter than the pattern of shared memory."""
     assert span_of(block_size) == expected
+
+
+def test_the_copy_engine_is_told_once_where_a_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step asks for it in every layer; what one cache's launch is told must neither serve nor keep another."""
+    told = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda q, key, value, engine_keys, engine_values, *_, **__: told.append((engine_keys, engine_values))
+
+    monkeypatch.setattr(attention_hopper, "_kernel", Kernel())
+    caches = [LayerCache(*(torch.zeros(9, 16, 2, 128, dtype=torch.float16) for _ in range(2))) for _ in range(2)]
+    layout = BatchLayout.build([0], [130], np.arange(9, dtype=np.int32)[None], 16, "cpu")
+    tiles = layout.chunk_tiles(32)
+    assert tiles is not None
+    q = torch.zeros(130, 8, 128, dtype=torch.float16)
+    for cache in (*caches, *caches):
+        attention_hopper.chunk_attention_hopper(q, cache, layout, tiles, q, factor=1.0, numerics=INVARIANT)
+    for i, cache in enumerate(caches):
+        for engine, again, tensor in zip(told[i], told[i + 2], (cache.key, cache.value), strict=True):
+            assert engine is again
+            assert engine.base.data_ptr() == tensor.data_ptr()
+            assert list(engine.shape) == [9 * 16, 2 * 128]
+            assert list(engine.block_shape) == [16, 64]
+    gone = [weakref.ref(tensor) for tensor in (caches[0].key, caches[0].value)]
+    del cache, tensor, engine, again
+    told.clear()
+    caches.clear()
+    assert [tensor() for tensor in gone] == [None, None]
 
 
 @pytest.mark.gpu
