@@ -1,10 +1,11 @@
 """Attention on one card: bits over many ways to batch the same rows, accuracy, then microseconds against floors.
 
-    python benchmarks/attention_h200.py [--configs 512] [--ways] [--json FILE]
+    python benchmarks/attention_h200.py [--configs 512] [--ways | --beside] [--json FILE]
 
 Bits come first and a differing element makes the run fail. Times are those of CUDA graphs over caches that rotate out
 of the second-level cache; fractions are of the read bandwidth and of the matrix product rate measured in the same run.
 `--ways` only times decode: rows split, whole where the rule says so, and whole always; and compares their bits.
+`--beside` times PyTorch's own attention beside ours: over dense keys and values, so without a table of blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from card_times import graph_us
+from card_times import graph_us, host_us
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from paged.kernels import attention_triton
 from paged.kernels.attention import BatchLayout, attention
@@ -47,6 +50,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole rows by the rule": {},
     "whole rows always": WHOLE,
 }
+PREFILLS = (1024, 8192)
+SDPA_BACKENDS = {"SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA, flash": SDPBackend.FLASH_ATTENTION}
+# Greatest error of PyTorch's attention, relative to the norm, with which it counts as the same thing: bf16 makes 2e-3.
+MOST_ERROR = 5e-3
 SHAPES = ((32, 8, 128), (16, 8, 128), (4, 4, 64), (4, 2, 64), (8, 2, 64), (8, 1, 128), (16, 2, 64))
 
 
@@ -205,7 +212,7 @@ def decodes(contexts: list[int]) -> Decodes:
 
 
 def time_decode(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
-    """Microseconds of ``decodes`` beside PyTorch's SDPA over contiguous keys."""
+    """Microseconds of ``decodes``."""
     work = decodes([context] * batch)
     best, median = graph_us(work.calls * 2)
     row = {
@@ -215,12 +222,6 @@ def time_decode(batch: int, context: int, bandwidth: float) -> dict[str, Any]:
         "floor_us": work.size_bytes / bandwidth * 1e6,
     }
     row["fraction"] = row["floor_us"] / median
-    # The heads that share a kv head stand where a single row leaves the query dimension free.
-    num_kv_heads, head_dim = work.caches[0].key.shape[2:]
-    q_BKGD = work.q_THD.view(batch, num_kv_heads, -1, head_dim)
-    shape = (batch, context, num_kv_heads, head_dim)
-    dense = [[x.view(shape).transpose(1, 2).contiguous() for x in (c.key, c.value)] for c in work.caches]
-    row["sdpa_us"] = graph_us([partial(F.scaled_dot_product_attention, q_BKGD, *kv) for kv in dense])[1]
     return row
 
 
@@ -241,25 +242,83 @@ def time_ways(shape: str, contexts: list[int], bandwidth: float) -> dict[str, An
 
 
 def time_prefill(tokens: int, rate: float) -> dict[str, Any]:
-    """Microseconds of one prompt of ``tokens``, Qwen3-8B's heads."""
+    """Microseconds of one prompt of ``tokens``, Qwen3-8B's heads, and what starting it takes the host."""
     heads, kv_heads, head_dim, block_size = 32, 8, 128, 16
     cache = filled_cache(tokens // block_size, block_size, kv_heads, head_dim)
     tables = np.random.default_rng(0).permutation(tokens // block_size)[None].astype(np.int32)
     layout = BatchLayout.build([0], [tokens], tables, block_size, DEVICE)
     q = torch.randn(tokens, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    _, median = graph_us([lambda: attention(q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT)])
+    call = partial(attention, q, cache, layout, scale=head_dim**-0.5, numerics=INVARIANT)
+    _, median = graph_us([call])
     flops = 2 * tokens * tokens * heads * head_dim
-    dense = [
-        torch.randn(1, n, tokens, head_dim, dtype=torch.bfloat16, device=DEVICE) for n in (heads, kv_heads, kv_heads)
-    ]
-    _, sdpa = graph_us([lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)])
     return {
         "tokens": tokens,
         "us": median,
+        "host_us": host_us(call),
         "tflops": flops / median / 1e6,
         "fraction": flops / median * 1e6 / rate,
-        "sdpa_us": sdpa,
     }
+
+
+def dense_ways(num_rows: int) -> dict[str, Callable[..., torch.Tensor]]:
+    """PyTorch's own attention of dense queries [B, H, ``num_rows``, D] and keys and values [B, K, L, D] by name.
+
+    One row sees all keys; several are causal and as many as there are keys.
+    """
+    causal = num_rows > 1
+
+    def sdpa(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, num_rows, num_rows, DEVICE) if causal else None
+    flex = torch.compile(flex_attention, dynamic=False)
+    ways: dict[str, Callable[..., torch.Tensor]] = {name: partial(sdpa, way) for name, way in SDPA_BACKENDS.items()}
+    return ways | {"FlexAttention": partial(flex, block_mask=mask, enable_gqa=True)}
+
+
+def time_dense(batch: int, num_rows: int, context: int) -> dict[str, float | str]:
+    """Microseconds of each of ``dense_ways``, Qwen3-8B's heads, or why there are none."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    sizes = ((32, num_rows), (8, context), (8, context))
+    num_sets = max(2, int(5e8 / (batch * context * 4096))) if num_rows == 1 else 1
+    sets = [
+        [
+            torch.randn(batch, heads, rows, 128, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+            for heads, rows in sizes
+        ]
+        for _ in range(num_sets)
+    ]
+    # The last sequence's last rows are enough to tell whether it was the same attention.
+    checked = slice(max(0, num_rows - 64), num_rows)
+    q, k, v = (x[-1:].double() for x in sets[0])
+    sees = torch.ones(num_rows, context, dtype=torch.bool, device=DEVICE).tril(context - num_rows)[checked]
+    exact = F.scaled_dot_product_attention(q[:, :, checked], k, v, attn_mask=sees, enable_gqa=True)
+    times: dict[str, float | str] = {}
+    for name, way in dense_ways(num_rows).items():
+        try:
+            error = float((way(*sets[0])[-1:, :, checked].double() - exact).norm() / exact.norm())
+            times[name] = graph_us([partial(way, *x) for x in sets])[1] if error < MOST_ERROR else f"error {error:.1e}"
+        except Exception as reason:  # Which of them run hangs on the card, the shape and PyTorch's version.
+            times[name] = f"{type(reason).__name__}: {str(reason)[:80]}"
+    return times
+
+
+def report_beside(report: dict[str, Any]) -> None:
+    """Print the times of ours and of PyTorch's own attention, and put them into ``report``."""
+    bandwidth, rate = read_bandwidth(), matmul_rate()
+    report["read_bytes_per_s"], report["matmul_flops_per_s"] = bandwidth, rate
+    print(f"read {bandwidth / 1e12:.2f} TB/s, matrix product {rate / 1e12:.0f} TFLOP/s")
+    report["beside"] = []
+    shapes = [("prefill", 1, tokens, tokens) for tokens in PREFILLS]
+    shapes += [("decode", batch, 1, context) for batch, context in DECODES]
+    for kind, batch, num_rows, context in shapes:
+        row = time_prefill(context, rate) if kind == "prefill" else time_decode(batch, context, bandwidth)
+        times = {"ours": row["us"]} | time_dense(batch, num_rows, context)
+        report["beside"].append({"shape": f"{kind} {batch} x {context}", "us": times})
+        print(f"{kind} {batch} x {context}")
+        for name, us in times.items():
+            print(f"  {us if isinstance(us, str) else format(us, '8.1f') + ' us'}  {name}", flush=True)
 
 
 def report_ways(report: dict[str, Any]) -> int:
@@ -288,7 +347,7 @@ def report_all(report: dict[str, Any], num_configs: int) -> int:
     report["read_bytes_per_s"], report["matmul_flops_per_s"] = bandwidth, rate
     print(f"read {bandwidth / 1e12:.2f} TB/s, matrix product {rate / 1e12:.0f} TFLOP/s")
     report["prefill"] = []
-    for tokens in (1024, 8192):
+    for tokens in PREFILLS:
         report["prefill"].append(time_prefill(tokens, rate))
         print(report["prefill"][-1])
     report["decode"] = []
@@ -302,7 +361,9 @@ def main() -> None:
     """Run the parts asked for; a difference of bits ends the run with status 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--configs", type=int, default=512)
-    parser.add_argument("--ways", action="store_true", help="only time decode, with whole rows and with splits")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--ways", action="store_true", help="only time decode, with whole rows and with splits")
+    parts.add_argument("--beside", action="store_true", help="only time ours and PyTorch's own attention")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report: dict[str, Any] = {
@@ -310,7 +371,11 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    differing = report_ways(report) if arguments.ways else report_all(report, arguments.configs)
+    differing = 0
+    if arguments.beside:
+        report_beside(report)
+    else:
+        differing = report_ways(report) if arguments.ways else report_all(report, arguments.configs)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     sys.exit(1 if differing else 0)

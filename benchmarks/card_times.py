@@ -38,3 +38,16 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 12, settle_s:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
     return min(times), statistics.median(times)
+
+
+def host_us(call: Callable[[], object], calls: int = 40) -> float:
+    """Median microseconds until ``call`` returns, which only tells the card what to do."""
+    call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(calls):
+        start_s = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start_s) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)

@@ -6,7 +6,8 @@ contiguous; cell = block * block_size + offset. A cache of fp8 e4m3 carries one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,12 +22,15 @@ class LayerCache:
     Attributes:
         key, value: [num_blocks, block_size, K, D].
         key_scale, value_scale: fp32 [num_blocks, block_size, K], or ``None``.
+        derived: what kernels worked out from these tensors' places and shapes, each under a name of its own. It lives
+            and ends with this object, and another cache has its own.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.key.dim() == 4, self.key.shape

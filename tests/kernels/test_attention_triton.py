@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from oracles import dense_attention
-from paged.kernels import attention_hopper_decode
+from paged.kernels import attention_hopper, attention_hopper_decode
 from paged.kernels import attention_triton as attention_triton_module
 from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.attention_hopper import span_of
 from paged.kernels.attention_triton import attention_triton, positions_per_tile, unsupported
 from paged.kernels.batch_layout import WHOLE, ChunkTiles, DecodeWork, decode_arrays, tile_arrays
 from paged.kernels.kv_cache import FP8, LayerCache, store
@@ -269,6 +273,43 @@ def test_positions_per_tile(heads: int, kv_heads: int, head_dim: int, expected: 
     assert positions_per_tile(heads, cache, torch.float16, INVARIANT) == expected
 
 
+@pytest.mark.parametrize(
+    ("block_size", "expected"), [(1, 0), (4, 0), (7, 0), (12, 0), (8, 8), (24, 8), (16, 16), (48, 16), (64, 16)]
+)
+def test_the_copy_engine_fetches_keys_of_one_block(block_size: int, expected: int) -> None:
+    """A span may not reach into the next block, nor be shorter than the pattern of shared memory."""
+    assert span_of(block_size) == expected
+
+
+def test_the_copy_engine_is_told_once_where_a_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step asks for it in every layer; what one cache's launch is told must neither serve nor keep another."""
+    told = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda q, key, value, engine_keys, engine_values, *_, **__: told.append((engine_keys, engine_values))
+
+    monkeypatch.setattr(attention_hopper, "_kernel", Kernel())
+    caches = [LayerCache(*(torch.zeros(9, 16, 2, 128, dtype=torch.float16) for _ in range(2))) for _ in range(2)]
+    layout = BatchLayout.build([0], [130], np.arange(9, dtype=np.int32)[None], 16, "cpu")
+    tiles = layout.chunk_tiles(32)
+    assert tiles is not None
+    q = torch.zeros(130, 8, 128, dtype=torch.float16)
+    for cache in (*caches, *caches):
+        attention_hopper.chunk_attention_hopper(q, cache, layout, tiles, q, factor=1.0, numerics=INVARIANT)
+    for i, cache in enumerate(caches):
+        for engine, again, tensor in zip(told[i], told[i + 2], (cache.key, cache.value), strict=True):
+            assert engine is again
+            assert engine.base.data_ptr() == tensor.data_ptr()
+            assert list(engine.shape) == [9 * 16, 2 * 128]
+            assert list(engine.block_shape) == [16, 64]
+    gone = [weakref.ref(tensor) for tensor in (caches[0].key, caches[0].value)]
+    del cache, tensor, engine, again
+    told.clear()
+    caches.clear()
+    assert [tensor() for tensor in gone] == [None, None]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_CARD, reason="needs a card")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -325,6 +366,36 @@ def test_decode_on_hopper_has_the_bits_of_the_triton_kernel(
         for _ in range(3):
             assert torch.equal(torch.cat(step.attend(chunks)), expected), most_keys
             assert int(attention_hopper_decode.claimed(step.cache.key.device)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_CARD or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
+    [
+        (32, 8, 128, 16, torch.bfloat16),
+        (32, 8, 128, 7, torch.float16),
+        (6, 2, 128, 8, torch.float16),
+        (16, 2, 64, 64, torch.bfloat16),
+        (2, 2, 64, 24, torch.bfloat16),
+        (8, 1, 64, 1, torch.float16),
+    ],
+)
+def test_chunks_on_hopper_have_the_bits_of_the_triton_kernel(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Ends inside of blocks, tiles and splits, over a cache that is full of NaN where nothing is stored."""
+    step = Step(
+        [2, 9, 63, 64, 65, 72, 128, 129, 255, 256, 257, 700, 1300], heads, kv_heads, head_dim, block_size, dtype,
+        "cuda", seed=4,
+    )  # fmt: skip
+    chunks = [(i, start, len(step.q[i]) - start) for i in range(13) for start in (0, len(step.q[i]) // 2)]
+    chunks += [(12, 640, 64), (12, 100, 100), (11, 511, 2), (11, 255, 9)]
+    chunks = [chunk for chunk in chunks if chunk[2] > 1]
+    ours = torch.cat(step.attend(chunks))
+    assert ours.isfinite().all()
+    monkeypatch.setattr(attention_triton_module, "suits_hopper", lambda *_: False)
+    assert torch.equal(ours, torch.cat(step.attend(chunks)))
 
 
 @pytest.mark.gpu
