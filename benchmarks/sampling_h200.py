@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, int]] = {
     "long exponential": {"SHORT_BITS": 0},
     "masses by 4 warps": {"WEIGH_WARPS": 4},
     "masses by 16 warps": {"WEIGH_WARPS": 16},
-    "draws by 4 warps": {"DRAW_WARPS": 4},
+    "draws by 8 warps": {"DRAW_WARPS": 8},
     "draws by 16 warps": {"DRAW_WARPS": 16},
     "cuts by 16 warps": {"CUT_WARPS": 16},
     "narrow bracket": {"HALF_BRACKET": 1536},

@@ -1,12 +1,13 @@
 """Owns the step from logits to a token and its log-probabilities: processors, exact masses, truncation and the draw.
 
-Every result of a row depends on that row alone, bit for bit: each number is either elementwise in float64, or a
-maximum, or a sum of integers, and none of these knows the size of the batch or the order in which it was walked.
+Every result of a row depends on that row alone, bit for bit: each number is either elementwise, or a maximum, or a
+sum of integers, and none of these knows the size of the batch or the order in which it was walked.
 
 **Masses.** A token's probability is held as the integer ``round(exp((logit - max) * (1 / T)) * 2^s)`` with
-``s = min(52, 62 - ceil(log2 V))``, so that a row's sum fits 62 bits. Integer sums have no order: shards, tiles and
-atomics agree exactly, the nucleus is decided by comparing integers, and log-sum-exp has one definition for sampling and
-scoring.
+``s = min(52, 62 - ceil(log2 V))``, so that a row's sum fits 62 bits; for vocabularies above 32,768 it is cut instead of
+rounded, and the exponential is a short one in fp32 (``paged.kernels.exponential``). Integer sums have no order: shards,
+tiles and atomics agree exactly, the nucleus is decided by comparing integers, and log-sum-exp has one definition for
+sampling and scoring.
 
 **Order.** Tokens are ordered by (logit descending, id ascending).
 
@@ -30,7 +31,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from paged.kernels.exponential import scaled_exponential
+from paged.kernels.exponential import integer_masses
 from paged.kernels.philox import gumbel_noise
 from paged.kernels.sampling_columns import LogitBias as LogitBias  # as callers know it
 from paged.kernels.sampling_columns import Penalties, SamplingColumns
@@ -86,7 +87,7 @@ def masses(
     _check_rows(logits_RV, temperature_R)
     row_max_R = logits_RV.amax(-1) if row_max_R is None else row_max_R
     bits = mass_bits(logits_RV.shape[1] if vocab_size is None else vocab_size)
-    return _round_to_masses(_scale(logits_RV, row_max_R, _divisor(temperature_R)), bits)
+    return integer_masses(logits_RV, row_max_R, _divisor(temperature_R).reciprocal(), bits)
 
 
 def sum_of_masses(logits_RV: Tensor, temperature_R: Tensor, row_max_R: Tensor, vocab_size: int) -> Tensor:
@@ -94,16 +95,14 @@ def sum_of_masses(logits_RV: Tensor, temperature_R: Tensor, row_max_R: Tensor, v
 
     A few rows at a time: the temporaries stay small, and integers add up the same. A shard may have no columns.
     """
-    bits, rows = mass_bits(vocab_size), _tile_rows(logits_RV)
-    columns = (logits_RV, row_max_R, _divisor(temperature_R))
+    bits = mass_bits(vocab_size)
+    columns = (logits_RV, row_max_R, _divisor(temperature_R).reciprocal())
     if logits_RV.is_cuda and logits_RV.numel():
         # Imported here because a CPU needs no Triton.
         from paged.kernels.sampling_triton import mass_sums
 
         return mass_sums(*columns, bits)
-    tiles = zip(*(torch.split(column, rows) for column in columns), strict=True)
-    sums = [_round_to_masses(_scale(*tile), bits).sum(1) for tile in tiles]
-    return sums[0] if len(sums) == 1 else torch.cat(sums)
+    return _sum_of_masses(*columns, bits)
 
 
 def log_of_mass(mass_R: Tensor, vocab_size: int) -> Tensor:
@@ -286,7 +285,8 @@ def probabilities(logits_RV: Tensor, columns: SamplingColumns) -> Tensor:
     """
     _check_columns(logits_RV, columns)
     state = _distribution(logits_RV, columns)
-    mass_RV = _round_to_masses(state.scaled_RV, mass_bits(logits_RV.shape[1]))
+    inverse_R = _divisor(columns.temperature_R).reciprocal()
+    mass_RV = integer_masses(state.processed_RV, state.row_max_R, inverse_R, mass_bits(logits_RV.shape[1]))
     if state.truncated_B is not None:
         kept = mass_RV.index_select(0, state.truncated_B).masked_fill_(~state.keep_BV, 0)
         mass_RV.index_copy_(0, state.truncated_B, kept)
@@ -342,11 +342,13 @@ def sample_on_card(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class _Distribution:
-    """Processed rows on their way to a draw: ``scaled_RV`` is (logit - max) / T; rows ``truncated_B`` keep ``keep_BV``.
+    """Rows on their way to a draw: ``scaled_RV`` is (``processed_RV`` - ``row_max_R``) / T.
 
-    ``mass_R`` is the mass of the whole row, ``kept_mass_R`` that of the tokens kept.
+    Rows ``truncated_B`` keep ``keep_BV``. ``mass_R`` is the mass of the whole row, ``kept_mass_R`` of what stays.
     """
 
+    processed_RV: Tensor
+    row_max_R: Tensor
     scaled_RV: Tensor
     nan_R: Tensor
     mass_R: Tensor
@@ -360,13 +362,16 @@ def _distribution(logits_RV: Tensor, columns: SamplingColumns) -> _Distribution:
     row_max_R = processed_RV.amax(-1)
     # The maximum alone tells: it is NaN if any logit is, +inf or -inf if there is no distribution.
     nan_R = ~torch.isfinite(row_max_R)
-    scaled_RV = _scale(processed_RV, row_max_R, _divisor(columns.temperature_R))
-    mass_R = _sum_of_masses(scaled_RV, mass_bits(logits_RV.shape[1]))
+    divisor_R = _divisor(columns.temperature_R)
+    scaled_RV = _scale(processed_RV, row_max_R, divisor_R)
+    weighed = processed_RV, row_max_R, divisor_R.reciprocal()
+    mass_R = _sum_of_masses(*weighed, mass_bits(logits_RV.shape[1]))
     rows = _truncated_rows(columns, logits_RV.shape[1])
+    state = processed_RV, row_max_R, scaled_RV, nan_R, mass_R
     if rows is None:
-        return _Distribution(scaled_RV, nan_R, mass_R, mass_R, None, nan_R)
-    keep_BV, kept_mass_B = _truncate(processed_RV.index_select(0, rows), scaled_RV.index_select(0, rows), rows, columns)
-    return _Distribution(scaled_RV, nan_R, mass_R, mass_R.index_copy(0, rows, kept_mass_B), rows, keep_BV)
+        return _Distribution(*state, mass_R, None, nan_R)
+    keep_BV, kept_mass_B = _truncate(*(column.index_select(0, rows) for column in weighed), rows, columns)
+    return _Distribution(*state, mass_R.index_copy(0, rows, kept_mass_B), rows, keep_BV)
 
 
 def _draw(state: _Distribution, columns: SamplingColumns) -> Tensor:
@@ -405,7 +410,9 @@ def _truncated_rows(columns: SamplingColumns, vocab_size: int) -> Tensor | None:
     return rows if rows.numel() else None
 
 
-def _truncate(processed_BV: Tensor, scaled_BV: Tensor, rows: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
+def _truncate(
+    processed_BV: Tensor, row_max_B: Tensor, inverse_B: Tensor, rows: Tensor, columns: SamplingColumns
+) -> tuple[Tensor, Tensor]:
     """Tokens that min_p, top_k and top_p keep, bool [B, V], and their mass, int64 [B].
 
     Each of the three keeps a prefix of the order, at least its first token. min_p's is as long as there are masses of
@@ -414,7 +421,7 @@ def _truncate(processed_BV: Tensor, scaled_BV: Tensor, rows: Tensor, columns: Sa
     """
     vocab_size = processed_BV.shape[1]
     bits = mass_bits(vocab_size)
-    mass_BV = _round_to_masses(scaled_BV, bits)
+    mass_BV = integer_masses(processed_BV, row_max_B, inverse_B, bits)
     limit_B = torch.full_like(rows, vocab_size)
     limit_mass_B = mass_BV.sum(1)
     if columns.min_p_R is not None:
@@ -507,14 +514,12 @@ def _scale(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor) -> Tensor:
     return (logits_RV.to(torch.float64) - row_max_R.to(torch.float64).unsqueeze(1)).mul_(inverse_R1)
 
 
-def _round_to_masses(scaled_RV: Tensor, bits: int) -> Tensor:
-    return scaled_exponential(scaled_RV, bits).round_().to(torch.int64)
-
-
-def _sum_of_masses(scaled_RV: Tensor, bits: int) -> Tensor:
+def _sum_of_masses(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits: int) -> Tensor:
     """Sum over the row, int64 [R], a few rows at a time: the temporaries stay small, and integers add up the same."""
-    tiles = [_round_to_masses(tile, bits).sum(1) for tile in torch.split(scaled_RV, _tile_rows(scaled_RV))]
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    rows = _tile_rows(logits_RV)
+    tiles = zip(*(torch.split(column, rows) for column in (logits_RV, row_max_R, inverse_R)), strict=True)
+    sums = [integer_masses(*tile, bits).sum(1) for tile in tiles]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def _tile_rows(values_RV: Tensor) -> int:

@@ -16,6 +16,8 @@ from paged.kernels.sampling_math_triton import (
     highest_of_row,
     inverse_of,
     is_number,
+    key_of,
+    logit_of,
     masses_of,
     words_of,
 )
@@ -204,28 +206,6 @@ def _nucleus_mass(total, top_p):
 
 
 @triton.jit
-def _key(x):
-    """Unsigned number that orders as the logits do; -0 counts as +0."""
-    if x.dtype == tl.float64:
-        signed = (x + 0.0).to(tl.int64, bitcast=True)
-        return (signed ^ ((signed >> 63) | (-1 << 63))).to(tl.uint64, bitcast=True)
-    else:
-        narrow = (x + 0.0).to(tl.int32, bitcast=True)
-        return (narrow ^ ((narrow >> 31) | (-1 << 31))).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _logit(key):
-    """The logit of a key."""
-    if key.dtype == tl.uint64:
-        signed = key.to(tl.int64, bitcast=True)
-        return (signed ^ ((~signed >> 63) | (-1 << 63))).to(tl.float64, bitcast=True)
-    else:
-        narrow = key.to(tl.int32, bitcast=True)
-        return (narrow ^ ((~narrow >> 31) | (-1 << 31))).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _sums_from(key_N, value_N, key, unit):
     """Sums of the values whose key is not below ``key`` plus 1, 2 and 3 units."""
     sum1 = tl.sum(tl.where(key_N >= key + unit, value_N, 0))
@@ -282,7 +262,7 @@ def _search_list(needed, above_count, above_mass, BY_MASS: tl.constexpr, key_N, 
             found = tl.sum((equal_N & (id_N < last_id + step)).to(tl.int64))
             last_id = tl.where(found < taken, last_id + step, last_id)
             step = step >> 1
-    return _logit(key), last_id, mass + taken * tie_mass
+    return logit_of(key), last_id, mass + taken * tie_mass
 
 
 @triton.jit
@@ -294,7 +274,7 @@ def _row_chunk(
     id_N = first + tl.arange(0, CHUNK)
     exists_N = id_N < vocab_size
     x_N = tl.load(logits_ptr + row.to(tl.int64) * stride + id_N, exists_N, float("-inf"))
-    return _key(x_N), id_N, tl.where(exists_N, masses_of(x_N, row_max, inverse, BITS, SHORT), 0), exists_N
+    return key_of(x_N), id_N, tl.where(exists_N, masses_of(x_N, row_max, inverse, BITS, SHORT), 0), exists_N
 
 
 @triton.jit
@@ -348,7 +328,7 @@ def _search_row(
                 found += tl.sum(((key_N == key) & exists_N & (id_N < last_id + step)).to(tl.int64))
             last_id = tl.where(found < taken, last_id + step, last_id)
             step = step >> 1
-    return _logit(key), last_id, mass + taken * tie_mass
+    return logit_of(key), last_id, mass + taken * tie_mass
 
 
 @triton.jit
@@ -406,7 +386,7 @@ def cut_kernel(
                 first_of_row = row.to(tl.int64) * CANDIDATES
                 x_N = tl.load(list_logit_ptr + first_of_row + place_N, exists_N, float("-inf"))
                 id_N_ptr = list_id_ptr + first_of_row + place_N
-                key_N = _key(x_N)
+                key_N = key_of(x_N)
                 mass_N = tl.where(exists_N, masses_of(x_N, row_max, inverse, BITS, SHORT), 0)
                 reached = above_mass + tl.sum(mass_N)
                 is_listed = reached == total

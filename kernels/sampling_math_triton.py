@@ -13,10 +13,10 @@ import triton.language as tl
 
 from paged.kernels.exponential import (
     COEFFICIENTS,
+    GREATEST_FACTOR,
+    LEAST_FACTOR,
     LOG2_E,
     SHORT_COEFFICIENTS,
-    SHORT_ROUNDER,
-    SHORT_ROUNDER_BITS,
 )
 from paged.kernels.philox import KEY_STEPS, MIN_ONE_MINUS_U, MULTIPLIERS, NUM_ROUNDS
 
@@ -35,15 +35,25 @@ _MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(multiplier) for multiplier in MULTI
 _KEY_STEP_0, _KEY_STEP_1 = (tl.constexpr(step) for step in KEY_STEPS)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(coefficient) for coefficient in COEFFICIENTS)
 _S0, _S1, _S2, _S3, _S4, _S5, _S6 = (tl.constexpr(coefficient) for coefficient in SHORT_COEFFICIENTS)
-_SHORT_ROUNDER = tl.constexpr(SHORT_ROUNDER)
-_SHORT_ROUNDER_WORD = tl.constexpr(SHORT_ROUNDER_BITS >> 32)
-# Exponent's bits of a power of two that is rounded to mass 0.
-_LEAST_EXPONENT = tl.constexpr(1023 - 50)
+# The interpreter knows neither assembly nor fused operations. Where it rounds twice, the first time is exact.
+_IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_LEAST_FACTOR = tl.constexpr(LEAST_FACTOR)
+_GREATEST_FACTOR = tl.constexpr(GREATEST_FACTOR)
 # Adding it to a small number and taking it away again rounds to a whole one; its low bits are then that number.
 _ROUNDER = tl.constexpr(1.5 * 2.0**52)
 # A number up to 2^52 plus this has the nearest whole number in its low bits, and above them those of 2^52.
 _WHOLE = tl.constexpr(2.0**52)
 _WHOLE_BITS = tl.constexpr(1075 << 52)
+# Above numbers that are added to it, it leaves 23 or 40 binary places of their sum.
+_PLACES_23 = tl.constexpr(1.5 * 2.0**29)
+_PLACES_40 = tl.constexpr(1.5 * 2.0**12)
+_ADD_ABOVE = (
+    "{{ .reg .pred above, inside; .reg .b32 half, top; .reg .f64 weight;"
+    " setp.ge.{0} above, $4, $7; setp.ge.and.{0} inside, $4, $6, !above;"
+    " mov.b64 {{half, top}}, $5; selp.b32 top, top, 0, above; mov.b64 weight, {{half, top}};"
+    " add.rz.f64 $0, $0, weight; @above add.s32 $1, $1, 65536; @inside add.s32 $1, $1, $8; }}"
+)
+_ADD_ABOVE_32, _ADD_ABOVE_64 = (tl.constexpr(_ADD_ABOVE.format(width)) for width in ("f32", "f64"))
 # Tokens whose 1 - u is less get the noise of this, which is higher: fp32 cannot tell theirs well enough.
 _ROUGH_ONE_MINUS_U = tl.constexpr(2.0**-12)
 ALL = tl.constexpr(2**31 - 1)
@@ -51,6 +61,14 @@ ALL = tl.constexpr(2**31 - 1)
 STEEPEST = tl.constexpr(1e30)
 _WORD_UNIT = tl.constexpr(2.0**-32)
 _HALF_WORD_BELOW_1 = tl.constexpr(1 - 2.0**-33)
+_OCTAVE_BITS = tl.constexpr(18)
+_NO_DISTANCE = tl.constexpr(2.0**23)
+_OCTAVES_PER_UNIT = tl.constexpr(2.0**18 / math.log(2))
+_UNIT_OF_KEY = tl.constexpr(math.log(2) * 2.0**-18)
+# The key of distance 0 and the noise of u = 1.
+_KEY_OF_ZERO = tl.constexpr(float(((127 + 23) << 23) + ((127 + 32) << 18)))
+SLACK = tl.constexpr(2.0**-12)
+"""Scores may be higher than their bounds by less than this, by rounding."""
 _LN_2 = tl.constexpr(math.log(2))
 _LOG_LOG_2 = tl.constexpr(-math.log(math.log(2)))
 
@@ -96,32 +114,167 @@ def _long_power(y, BITS: tl.constexpr):
 
 
 @triton.jit
-def _short_power(y, BITS: tl.constexpr):
-    """2^y * 2^BITS in fp64, as the short one of ``scaled_exponential``."""
-    fixed = (y + _SHORT_ROUNDER).to(tl.int64, bitcast=True)
-    # Far below it is not a fixed-point number any more, but its upper word still falls with y, below 0 in the end.
-    exponent = tl.maximum((fixed >> 32).to(tl.int32) + (1023 + BITS - _SHORT_ROUNDER_WORD), _LEAST_EXPONENT)
-    fraction = fixed.to(tl.uint32)
-    rise = tl.umulhi(fraction, fraction * 0 + _S6) + _S5
-    rise = tl.umulhi(fraction, rise) + _S4
-    rise = tl.umulhi(fraction, rise) + _S3
-    rise = tl.umulhi(fraction, rise) + _S2
-    rise = tl.umulhi(fraction, rise) + _S1
-    rise = tl.umulhi(fraction, rise) + _S0
-    rise = (fraction.to(tl.uint64) * rise.to(tl.uint64)) >> 11
-    return (rise.to(tl.int64) + (exponent.to(tl.int64) << 52)).to(tl.float64, bitcast=True)
+def _fused(x, y, z):
+    """``x * y + z`` in fp32, rounded once."""
+    if _IS_COMPILED:
+        return tl.fma(x, y, z)
+    else:
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+
+
+@triton.jit
+def _split(distance, factor):
+    """``distance * factor`` as a whole number not above it and the rest, fp32.
+
+    Returns 1.5 * 2^23 plus the whole number, so that its last bits are that; 1 less the whole number; and the rest plus
+    1. Below -128 the whole number is -128, and the rest below 0.
+    """
+    if _IS_COMPILED:
+        # Bounded to [0, 1] and rounded down, a part of 128 octaves; then rounded down to whole octaves.
+        share = tl.inline_asm_elementwise(
+            "fma.rm.sat.f32 $0, $1, $2, 0f3F800000;", "=f,f,f", [distance, factor * 2.0**-7], tl.float32, True, 1
+        )
+        marked = tl.inline_asm_elementwise(
+            "fma.rm.f32 $0, $1, 0f43000000, 0f4B3FFF80;", "=f,f", [share], tl.float32, True, 1
+        )
+        before = (1.5 * 2.0**23 + 1) - marked
+        return marked, before, tl.fma(distance, factor, before)
+    else:
+        product = distance.to(tl.float64) * factor
+        marked = (tl.maximum(tl.floor(product), -128.0) + 1.5 * 2.0**23).to(tl.float32)
+        before = (1.5 * 2.0**23 + 1) - marked
+        rounded = (tl.maximum(product, -256.0) + _PLACES_23) - _PLACES_23
+        return marked, before, (rounded + before).to(tl.float32)
+
+
+@triton.jit
+def _sum_in_0_1(x, y):
+    """``x + y`` in fp32, bounded to [0, 1]."""
+    if _IS_COMPILED:
+        return tl.inline_asm_elementwise("add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+    else:
+        return tl.minimum(tl.maximum(x + y, 0.0), 1.0)
+
+
+@triton.jit
+def _short_weights(logits, row_max, inverse):
+    """exp((logit - max) * inverse) in fp64 by the short exponential; its masses are these, cut to ``BITS`` places."""
+    wanted = tl.minimum(tl.maximum(inverse * _LOG2_E, _LEAST_FACTOR), _GREATEST_FACTOR)
+    factor = wanted.to(tl.float32)
+    lack = (((wanted / factor.to(tl.float64) - 1.0) + _PLACES_40) - _PLACES_40).to(tl.float32)
+    marked, before, rest = _split((logits - row_max).to(tl.float32), factor)
+    rest = _sum_in_0_1(rest, _fused(before, -lack, lack * 1.5 - 1.0))
+    power = _fused(rest, _S6, _S5)
+    power = _fused(power, rest, _S4)
+    power = _fused(power, rest, _S3)
+    power = _fused(power, rest, _S2)
+    power = _fused(power, rest, _S1)
+    power = _fused(power, rest, _S0)
+    # The whole number goes to the exponent by integers, and so does the change of format: a conversion takes four times
+    # as long. The mark's other bits are shifted out.
+    bits = power.to(tl.int32, bitcast=True) + (marked.to(tl.int32, bitcast=True) << 23)
+    return ((bits.to(tl.int64) << 29) + (896 << 52)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _add_cut(total, weights, BITS: tl.constexpr):
+    """Sum of a number from 2^(52 - BITS) up to twice that and weights, cut to BITS binary places, its last ones."""
+    if _IS_COMPILED:
+        return tl.inline_asm_elementwise("add.rz.f64 $0, $1, $2;", "=d,d,d", [total, weights], tl.float64, True, 1)
+    else:
+        return total + (weights * (2.0**BITS)).to(tl.int64).to(tl.float64) * (2.0 ** (-BITS))
+
+
+@triton.jit
+def _whole(total, BITS: tl.constexpr):
+    """What ``_add_cut`` has added to 2^(52 - BITS), in units of its last place, int64."""
+    return total.to(tl.int64, bitcast=True) - ((1023 + 52 - BITS) << 52)
+
+
+@triton.jit
+def weights_of(logits, row_max, inverse, BITS: tl.constexpr, SHORT: tl.constexpr):
+    """What ``add_masses`` adds up: with SHORT fp64 weights, of which a mass is the whole part, else masses int64."""
+    if SHORT:
+        return _short_weights(logits, row_max, inverse)
+    else:
+        return masses_of(logits, row_max, inverse, BITS, False)
 
 
 @triton.jit
 def masses_of(logits, row_max, inverse, BITS: tl.constexpr, SHORT: tl.constexpr):
-    """Masses int64 of logits; the twin's operations one by one (``scaled_exponential`` and what stands around it)."""
-    if not SHORT:
+    """Masses int64 of logits; the twin's operations one by one (``integer_masses``)."""
+    if SHORT:
+        weights = _short_weights(logits, row_max, inverse)
+        return _whole(_add_cut(2.0 ** (52 - BITS) + weights * 0.0, weights, BITS), BITS)
+    else:
         # What weighs nothing counts as the highest logit that surely does; the twin bounds the exponent instead.
         nothing = (row_max.to(tl.float64) + 1.0 / inverse * _NO_MASS).to(logits.dtype)
         logits = tl.maximum(logits, tl.maximum(nothing, LEAST_LOGIT))
-    y = (logits.to(tl.float64) - row_max.to(tl.float64)) * inverse * _LOG2_E
-    scaled = _short_power(y, BITS) if SHORT else _long_power(y, BITS)
-    return (scaled + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
+        y = (logits.to(tl.float64) - row_max.to(tl.float64)) * inverse * _LOG2_E
+        return (_long_power(y, BITS) + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
+
+
+@triton.jit
+def no_mass(B: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr):
+    """Sums [B] to which ``add_masses`` has added nothing; they have room for 2^(52 - BITS) - 1 tokens."""
+    if SHORT:
+        return tl.full([B], 2.0 ** (52 - BITS), tl.float64)
+    else:
+        return tl.zeros([B], tl.int64)
+
+
+@triton.jit
+def add_masses(sum_B, weight_B4, B: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr):
+    """Sums and the masses of four tokens each, given their ``weights_of``."""
+    if SHORT:
+        w0, w1, w2, w3 = columns_of_four(weight_B4, B)
+        return _add_cut(_add_cut(_add_cut(_add_cut(sum_B, w0, BITS), w1, BITS), w2, BITS), w3, BITS)
+    else:
+        return sum_B + tl.sum(weight_B4, 1)
+
+
+@triton.jit
+def total_mass(sum_B, BITS: tl.constexpr, SHORT: tl.constexpr):
+    """All that was added to some sums, int64."""
+    if SHORT:
+        return tl.sum(_whole(sum_B, BITS))
+    else:
+        return tl.sum(sum_B)
+
+
+@triton.jit
+def _add_above(sum_B, marks_B, x_B, weight_B, low, high, bit, BITS: tl.constexpr):
+    if _IS_COMPILED:
+        # Two predicates serve all. A weight whose high half is zero is as good as zero.
+        if x_B.dtype == tl.float64:
+            return tl.inline_asm_elementwise(
+                _ADD_ABOVE_64, "=d,=r,0,1,d,d,d,d,r", [sum_B, marks_B, x_B, weight_B, low, high, bit],
+                (tl.float64, tl.int32), True, 1,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                _ADD_ABOVE_32, "=d,=r,0,1,f,d,f,f,r", [sum_B, marks_B, x_B, weight_B, low, high, bit],
+                (tl.float64, tl.int32), True, 1,
+            )  # fmt: skip
+    else:
+        is_above_B = x_B >= high
+        sum_B = _add_cut(sum_B, tl.where(is_above_B, weight_B, 0.0), BITS)
+        return sum_B, marks_B + tl.where(is_above_B, 2**16, tl.where(x_B >= low, bit, 0))
+
+
+@triton.jit
+def add_above(sum_B, marks_B, x_B4, weight_B4, quarter, low, high, B: tl.constexpr, BITS: tl.constexpr):
+    """As ``add_masses`` with SHORT of the tokens not below ``high``, and their number times 2^16 to the marks.
+
+    Of the others not below ``low`` each adds its bit: bits 4 ``quarter`` and up.
+    """
+    x0, x1, x2, x3 = columns_of_four(x_B4, B)
+    w0, w1, w2, w3 = columns_of_four(weight_B4, B)
+    bit = 1 << (quarter * 4)
+    sum_B, marks_B = _add_above(sum_B, marks_B, x0, w0, low, high, bit, BITS)
+    sum_B, marks_B = _add_above(sum_B, marks_B, x1, w1, low, high, bit * 2, BITS)
+    sum_B, marks_B = _add_above(sum_B, marks_B, x2, w2, low, high, bit * 4, BITS)
+    return _add_above(sum_B, marks_B, x3, w3, low, high, bit * 8, BITS)
 
 
 @triton.jit
@@ -187,22 +340,41 @@ def columns_of_four(x_G4, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def load_part(logits_ptr, row, part, stride, vocab_size, PART: tl.constexpr, ALIGNED: tl.constexpr):
-    """Logits and token ids of a part, [G, 4], and its groups' numbers; -inf beyond the vocabulary."""
+def load_part(
+    logits_ptr, row, part, stride, vocab_size, PART: tl.constexpr, ALIGNED: tl.constexpr, BRANCH: tl.constexpr = False
+):  # fmt: skip
+    """Logits and token ids of a part, [G, 4], and its groups' numbers; -inf beyond the vocabulary.
+
+    With BRANCH a whole part is loaded without a mask, which pays where registers are left.
+    """
     group_G = part * (PART // 4) + tl.arange(0, PART // 4)
     id_G4 = group_G[:, None] * 4 + tl.arange(0, 4)[None]
     exists_G4 = (group_G * 4 < vocab_size)[:, None] if ALIGNED else id_G4 < vocab_size
-    return tl.load(logits_ptr + row.to(tl.int64) * stride + id_G4, exists_G4, float("-inf")), id_G4, group_G
+    x_G4_ptr = logits_ptr + row.to(tl.int64) * stride + id_G4
+    if BRANCH:
+        x_G4 = tl.load(x_G4_ptr) if (part + 1) * PART <= vocab_size else tl.load(x_G4_ptr, exists_G4, float("-inf"))
+    else:
+        x_G4 = tl.load(x_G4_ptr, exists_G4, float("-inf"))
+    return x_G4, id_G4, group_G
 
 
 @triton.jit
 def highest_of_groups(x_G4, GROUPS: tl.constexpr):
-    """Highest logit of each group; +inf where one is NaN: either says that the row has no distribution."""
+    """Highest logit of each group; NaN where one is."""
     x0, x1, x2, x3 = columns_of_four(x_G4, GROUPS)
-    high_G = tl.maximum(x0, x1, propagate_nan=tl.PropagateNan.ALL)
-    high_G = tl.maximum(high_G, x2, propagate_nan=tl.PropagateNan.ALL)
-    high_G = tl.maximum(high_G, x3, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(high_G == high_G, high_G, float("inf"))
+    return _higher_or_nan(_higher_or_nan(_higher_or_nan(x0, x1), x2), x3)
+
+
+@triton.jit
+def _higher_or_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def highest_of_part(high_G):
+    """Highest logit; +inf if one is NaN: either says that the row has no distribution."""
+    high = tl.reduce(high_G, 0, _higher_or_nan)
+    return tl.where(high == high, high, float("inf"))
 
 
 @triton.jit
@@ -214,33 +386,97 @@ def only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row):
 
 
 @triton.jit
-def add_rough(
-    x_B4, group_B, quarter, base, steep, row, seeds_ptr, positions_ptr, best_B, second_B, place_B,
-    GROUPS: tl.constexpr, FAST_LOG: tl.constexpr,
-):  # fmt: skip
-    """Rough scores of a quarter's groups above ``base``, added to the best and second best of those before."""
-    x0, x1, x2, x3 = columns_of_four((x_B4 - base).to(tl.float32) * steep, GROUPS)
-    w0, w1, w2, w3 = words_of(seeds_ptr, positions_ptr, row, group_B)
-    score_B = tl.maximum(
-        tl.maximum(rough_score(x0, w0, FAST_LOG), rough_score(x1, w1, FAST_LOG)),
-        tl.maximum(rough_score(x2, w2, FAST_LOG), rough_score(x3, w3, FAST_LOG)),
-    )
-    second_B = tl.maximum(second_B, tl.minimum(best_B, score_B))
-    place_B = tl.where(score_B > best_B, quarter * GROUPS, place_B)
-    return tl.maximum(best_B, score_B), second_B, place_B
+def key_of(x):
+    """Unsigned number that orders as the logits do; -0 counts as +0."""
+    if x.dtype == tl.float64:
+        signed = (x + 0.0).to(tl.int64, bitcast=True)
+        return (signed ^ ((signed >> 63) | (-1 << 63))).to(tl.uint64, bitcast=True)
+    else:
+        narrow = (x + 0.0).to(tl.int32, bitcast=True)
+        return (narrow ^ ((narrow >> 31) | (-1 << 31))).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def store_rough(best_ptr, close_ptr, place, best_B, second_B, place_B, PART: tl.constexpr):
-    """Best rough score of a part, and a sum over the groups within MARGIN of it: PART / 4 + their place.
+def logit_of(key):
+    """The logit of a key."""
+    if key.dtype == tl.uint64:
+        signed = key.to(tl.int64, bitcast=True)
+        return (signed ^ ((~signed >> 63) | (-1 << 63))).to(tl.float64, bitcast=True)
+    else:
+        narrow = key.to(tl.int32, bitcast=True)
+        return (narrow ^ ((~narrow >> 31) | (-1 << 31))).to(tl.float32, bitcast=True)
 
-    Of a single one the sum gives the place; several sum to PART / 2 or more.
+
+@triton.jit
+def _token_key(x, word, slope):
+    """Bound of a token's score above that of another place: the less, the higher the score can be.
+
+    In 2^-_OCTAVE_BITS of a factor of 2: ``x``, at most 0, times ``slope`` to a negative number of them, and the
+    logarithm of the word, which is linear between powers of two and nowhere above the true one.
     """
-    best = tl.max(best_B)
-    close_B = tl.where(best_B >= best - MARGIN, PART // 4 + place_B + tl.arange(0, PART // 16), 0)
-    close_B += tl.where(second_B >= best - MARGIN, PART // 2, 0)
-    tl.store(best_ptr + place, best + _LOG_LOG_2)
-    tl.store(close_ptr + place, tl.sum(close_B))
+    distance = tl.fma(x, -slope, _NO_DISTANCE).to(tl.uint32, bitcast=True)
+    return distance + (word.to(tl.float32).to(tl.uint32, bitcast=True) >> (23 - _OCTAVE_BITS))
+
+
+@triton.jit
+def slope_of(inverse):
+    """Units of a key's score to one of the logits."""
+    return tl.minimum(inverse, STEEPEST).to(tl.float32) * _OCTAVES_PER_UNIT
+
+
+@triton.jit
+def score_bound(key, PART: tl.constexpr):
+    """A number in fp64 that the scores with this key, less those of the base, do not exceed but by rounding."""
+    steps = (key & (2**32 - PART // 4)).to(tl.float64)
+    return (steps - _KEY_OF_ZERO) * -_UNIT_OF_KEY
+
+
+@triton.jit
+def add_keys(
+    x_B4, group_B, quarter, base, slope, row, seeds_ptr, positions_ptr, best_B, second_B, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Keys of a quarter's groups, added to the least and second least of those before.
+
+    A key's last digits are the group's place in its part.
+    """
+    x0, x1, x2, x3 = columns_of_four((x_B4 - base).to(tl.float32), GROUPS)
+    w0, w1, w2, w3 = words_of(seeds_ptr, positions_ptr, row, group_B)
+    key_B = tl.minimum(
+        tl.minimum(_token_key(x0, w0, slope), _token_key(x1, w1, slope)),
+        tl.minimum(_token_key(x2, w2, slope), _token_key(x3, w3, slope)),
+    )
+    place_B = (quarter * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32)
+    key_B = (key_B & (2**32 - GROUPS * 4)) | place_B
+    second_B = tl.minimum(second_B, tl.maximum(best_B, key_B))
+    return tl.minimum(best_B, key_B), second_B
+
+
+@triton.jit
+def store_keys(keys_ptr, row, part, best_B, second_B, PARTS: tl.constexpr):
+    """The two least keys of a part, and one that no other is below."""
+    best = tl.min(best_B)
+    rest_B = tl.where(best_B == best, second_B, best_B)
+    second = tl.min(rest_B)
+    # Where a lane had both, its third is not known.
+    third = tl.min(tl.where(best_B == second, second_B, rest_B))
+    first_ptr = keys_ptr + row * (3 * PARTS) + part
+    tl.store(first_ptr, best.to(tl.int32, bitcast=True))
+    tl.store(first_ptr + PARTS, second.to(tl.int32, bitcast=True))
+    tl.store(first_ptr + 2 * PARTS, third.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def highest_rough(
+    x_G4, group_G, row_max, steep, row, seeds_ptr, positions_ptr, GROUPS: tl.constexpr, FAST_LOG: tl.constexpr
+):  # fmt: skip
+    """Highest rough score among the tokens of some groups."""
+    x0, x1, x2, x3 = columns_of_four((x_G4 - row_max).to(tl.float32) * steep, GROUPS)
+    w0, w1, w2, w3 = words_of(seeds_ptr, positions_ptr, row, group_G)
+    score_G = tl.maximum(
+        tl.maximum(rough_score(x0, w0, FAST_LOG), rough_score(x1, w1, FAST_LOG)),
+        tl.maximum(rough_score(x2, w2, FAST_LOG), rough_score(x3, w3, FAST_LOG)),
+    )
+    return tl.max(score_G) + _LOG_LOG_2
 
 
 @triton.jit

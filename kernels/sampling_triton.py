@@ -10,10 +10,12 @@ are maxima and sums of integers, which have no order:
 3. ``weigh``: sums of masses, and in the same pass a list of the tokens inside the bracket. ``cut`` finds the last kept
    token in the list, two bits of its logit at a time, or, where the guess was wrong, in the whole row. Where the list
    has all kept tokens, it draws among them in fp64.
-4. ``draw``: noise of all other rows' tokens in fp32, nowhere lower than the contract's by as much as ``MARGIN`` / 4. A
-   part notes its best score and which groups of four tokens are within ``MARGIN`` of it.
-5. ``finish`` computes the best group's scores in fp64; if that group was alone and bears out its rough score, no other
-   token can win, else it computes whole parts.
+4. ``draw``: for every other row's tokens an integer key each, which bounds the token's score from above: the logarithm
+   of a Philox word is read off its fp32 bits, linearly between powers of two. A part notes the groups of four tokens
+   that have its two best keys, and the third best key.
+5. ``finish`` computes the noted groups' scores in fp64. If no third key allows a score as high as the best of them, no
+   other token can win; else it looks at such parts anew, by fp32 noise nowhere lower than the contract's by as much as
+   ``MARGIN`` / 4, and in fp64 where that comes near.
 
 Rows with penalties or biases take the same steps a second time, apart, in fp64.
 
@@ -46,17 +48,28 @@ from paged.kernels.sampling_math_triton import (
     ALL,
     MARGIN,
     PART,
+    SLACK,
     STEEPEST,
-    add_rough,
+    add_above,
+    add_keys,
+    add_masses,
     best_of_groups,
     highest_of_groups,
+    highest_of_part,
     highest_of_row,
+    highest_rough,
     inverse_of,
     is_number,
+    key_of,
     load_part,
-    masses_of,
+    logit_of,
+    no_mass,
     only_kept,
-    store_rough,
+    score_bound,
+    slope_of,
+    store_keys,
+    total_mass,
+    weights_of,
 )
 
 CLUSTER: Final = 32
@@ -68,22 +81,23 @@ CANDIDATES: Final = 8192
 HALF_BRACKET: Final = 1792
 """Tokens that the bracket is to hold on either side of the guess: enough that it is hardly ever wrong, and so few that
 half a list holds both sides and a quarter one."""
-DRAW_WARPS: Final = 8
+DRAW_WARPS: Final = 4
+"""Warps of the kernel that draws as it looks for the highest logits."""
 WEIGH_WARPS: Final = 8
 """Warps of the kernel that forms masses."""
 CUT_WARPS: Final = 8
 """Warps of the kernel that cuts, where it holds half a list or less; two programs share a multiprocessor."""
 
 
-def mass_sums(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor, bits: int) -> Tensor:
-    """Sum of each row's masses, int64 [R]; the highest logits and the temperatures (none is 0) as the twin has them."""
+def mass_sums(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits: int) -> Tensor:
+    """Sum of each row's masses, int64 [R]; the highest logits and 1 / T in fp64 as the twin has them."""
     num_rows, vocab_size = logits_RV.shape
-    _check(logits_RV, row_max_R, divisor_R)
+    _check(logits_RV, row_max_R, inverse_R)
     num_parts = triton.cdiv(vocab_size, PART)
     mass_RP = torch.empty((num_rows, num_parts), dtype=torch.int64, device=logits_RV.device)
     if num_rows:
         _mass_kernel[(num_parts, num_rows)](
-            logits_RV, row_max_R, divisor_R, mass_RP, logits_RV.stride(0), vocab_size,
+            logits_RV, row_max_R, inverse_R, mass_RP, logits_RV.stride(0), vocab_size,
             BITS=bits, SHORT=is_short(bits), PART=PART, ALIGNED=vocab_size % 4 == 0,
             IS_DEPENDENT=is_dependent(logits_RV), num_warps=WEIGH_WARPS, **options(logits_RV),
         )  # fmt: skip
@@ -175,14 +189,13 @@ def _sample_rows(
         return torch.empty(shape, dtype=dtype, device=device)
 
     max_RP, max_id_RP = empty(num_rows, parts, dtype=logits_RV.dtype), empty(num_rows, parts, dtype=torch.int32)
-    best_RP, close_RP = empty(num_rows, parts, dtype=torch.float32), empty(num_rows, parts, dtype=torch.int32)
+    keys_R3P = empty(num_rows, 3, parts, dtype=torch.int32)
     mass_RP = empty(num_rows, parts, dtype=torch.int64)
     rows = (logits_RV, temperature_R, seeds_R, positions_R)
     shape = (logits_RV.stride(0), vocab_size)
     grid = (num_parts, num_rows)
     shared = {"PARTS": parts, "SOME": rows_R is not None, "IS_DEPENDENT": is_dependent(logits_RV), **options(logits_RV)}
     sizes = {"PART": PART, "ALIGNED": vocab_size % 4 == 0, **shared}
-    draws = (best_RP, close_RP)
     if truncates:
         clusters = num_parts * (PART // CLUSTER)
         high_RC = empty(num_rows, clusters, dtype=torch.float32)
@@ -197,8 +210,8 @@ def _sample_rows(
         list_logit = empty(num_rows, CANDIDATES, dtype=logits_RV.dtype)
         list_id = empty(num_rows, CANDIDATES, dtype=torch.int32)
         _scan_kernel[grid](
-            *rows, max_RP, max_id_RP, *draws, high_RC, *shape,
-            DRAW=False, CLUSTERS=True, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
+            *rows, max_RP, max_id_RP, keys_R3P, high_RC, *shape,
+            DRAW=False, CLUSTERS=True, num_warps=8, **sizes,
         )  # fmt: skip
         searches = asks["TOP_K"] or asks["TOP_P"]
         is_cut_R, drawn_R = empty(num_rows, dtype=torch.bool), empty(num_rows, dtype=torch.int32)
@@ -224,14 +237,13 @@ def _sample_rows(
                 maxnreg=128 if share == 1 else 1024 // CUT_WARPS, **shared,
             )  # fmt: skip
         _draw_kernel[grid](
-            *rows, max_RP, drawn_R, last_R, last_id_R, *draws, *shape,
-            FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
+            *rows, max_RP, drawn_R, last_R, last_id_R, keys_R3P, *shape, num_warps=8, **sizes
         )  # fmt: skip
     else:
         drawn_R, last_R, last_id_R, kept_R = max_id_RP, max_RP, max_id_RP, mass_RP
         _scan_kernel[grid](
-            *rows, max_RP, max_id_RP, *draws, max_RP, *shape,
-            DRAW=True, CLUSTERS=False, FAST_LOG=logits_RV.is_cuda, num_warps=DRAW_WARPS, **sizes,
+            *rows, max_RP, max_id_RP, keys_R3P, max_RP, *shape,
+            DRAW=True, CLUSTERS=False, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
         _weigh_kernel[grid](
             logits_RV, temperature_R, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
@@ -240,41 +252,47 @@ def _sample_rows(
         )  # fmt: skip
     unlike = (rows_R, None, None, None) if raw is None else (rows_R, raw.logits_RV, raw.max_RP, raw.mass_RP)
     _finish_kernel[(num_rows,)](
-        *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, *draws, *results, *unlike,
+        *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, keys_R3P, *results, *unlike,
         *shape, logits_RV.stride(0) if raw is None else raw.logits_RV.stride(0), num_parts,
-        BITS=bits, TRUNCATES=truncates, num_warps=8, **sizes,
+        BITS=bits, TRUNCATES=truncates, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
     )  # fmt: skip
     return _Raw(logits_RV, max_RP, mass_RP)
 
 
 @triton.jit
-def _rough_draw(
+def _draw_part(
     logits_ptr, row, part, stride, vocab_size, part_max, inverse, seeds_ptr, positions_ptr, last_ptr, last_id_ptr,
-    best_ptr, close_ptr, place, CUT: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, FAST_LOG: tl.constexpr,
+    keys_ptr, CUT: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Draw among a part's tokens, with CUT among those up to the row's last kept one."""
     base = tl.where(is_number(part_max), part_max, 0.0)
-    steep = tl.minimum(inverse, STEEPEST).to(tl.float32)
-    best_B = tl.full([PART // 16], float("-inf"), tl.float32)
+    slope = slope_of(inverse)
+    best_B = tl.full([PART // 16], 2**32 - 1, tl.uint32)
     second_B = best_B
-    place_B = tl.zeros([PART // 16], tl.int32)
+    if CUT:
+        last, last_id = tl.load(last_ptr + row), tl.load(last_id_ptr + row)
+        # Of the tokens equal to the last kept one a part has all, none or, if it has that one, some.
+        is_mixed = part == last_id // PART
+        bound = tl.where(part > last_id // PART, logit_of(key_of(last) + 1), last)
     # A quarter at a time: with all scores in registers few programs would fit beside each other.
     for quarter in range(4):
         x_B4, id_B4, group_B = load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
         if CUT:
-            x_B4 = only_kept(x_B4, id_B4, last_ptr, last_id_ptr, row)
-        best_B, second_B, place_B = add_rough(
-            x_B4, group_B, quarter, base, steep, row, seeds_ptr, positions_ptr, best_B, second_B, place_B, PART // 16,
-            FAST_LOG,
-        )  # fmt: skip
-    store_rough(best_ptr, close_ptr, place, best_B, second_B, place_B, PART)
+            if is_mixed:
+                x_B4 = only_kept(x_B4, id_B4, last_ptr, last_id_ptr, row)
+            else:
+                x_B4 = tl.where(x_B4 >= bound, x_B4, float("-inf"))
+        best_B, second_B = add_keys(
+            x_B4, group_B, quarter, base, slope, row, seeds_ptr, positions_ptr, best_B, second_B, PART // 16
+        )
+    store_keys(keys_ptr, row, part, best_B, second_B, PARTS)
 
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr, high_ptr, stride,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, keys_ptr, high_ptr, stride,
     vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, DRAW: tl.constexpr,
-    CLUSTERS: tl.constexpr, FAST_LOG: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    CLUSTERS: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Highest logit of a part; and what it draws, or the highest logit of each cluster of 32 tokens."""
     if IS_DEPENDENT:
@@ -287,7 +305,7 @@ def _scan_kernel(
     x_G4, id_G4, _group_G = load_part(logits_ptr, row, part, stride, vocab_size, PART, ALIGNED)
     place = row * PARTS + part
     high_G = highest_of_groups(x_G4, PART // 4)
-    part_max = tl.max(high_G)
+    part_max = highest_of_part(high_G)
     if CLUSTERS:
         # A cluster is 4 tokens and 7 times 4 others, all far apart: likely tokens tend to be neighbours.
         high_C = tl.max(tl.reshape(high_G, [8, PART // 32]), 0)
@@ -298,17 +316,17 @@ def _scan_kernel(
     if temperature == 0:
         tl.store(max_id_ptr + place, tl.min(tl.min(tl.where(x_G4 == part_max, id_G4, ALL), 1)))
     elif DRAW:
-        _rough_draw(
+        _draw_part(
             logits_ptr, row, part, stride, vocab_size, part_max, inverse_of(temperature_ptr, row), seeds_ptr,
-            positions_ptr, max_ptr, max_id_ptr, best_ptr, close_ptr, place, False, PART, ALIGNED, FAST_LOG,
+            positions_ptr, max_ptr, max_id_ptr, keys_ptr, False, PARTS, PART, ALIGNED,
         )  # fmt: skip
 
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, drawn_ptr, last_ptr, last_id_ptr, best_ptr,
-    close_ptr, stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
-    FAST_LOG: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, drawn_ptr, last_ptr, last_id_ptr, keys_ptr,
+    stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """What a part draws among the tokens up to a row's last kept one."""
     if IS_DEPENDENT:
@@ -318,22 +336,21 @@ def _draw_kernel(
     row = tl.program_id(1)
     if SOME and tl.load(temperature_ptr + row) < 0:
         return
-    place = row * PARTS + part
     if (tl.load(temperature_ptr + row) > 0) & (tl.load(drawn_ptr + row) < 0):
-        part_max = tl.load(max_ptr + place)
+        part_max = tl.load(max_ptr + row * PARTS + part)
         if part_max < tl.load(last_ptr + row):
-            tl.store(best_ptr + place, float("-inf"))
-            tl.store(close_ptr + place, 0)
+            nothing = tl.full([PART // 16], 2**32 - 1, tl.uint32)
+            store_keys(keys_ptr, row, part, nothing, nothing, PARTS)
         else:
-            _rough_draw(
+            _draw_part(
                 logits_ptr, row, part, stride, vocab_size, part_max, inverse_of(temperature_ptr, row), seeds_ptr,
-                positions_ptr, last_ptr, last_id_ptr, best_ptr, close_ptr, place, True, PART, ALIGNED, FAST_LOG,
+                positions_ptr, last_ptr, last_id_ptr, keys_ptr, True, PARTS, PART, ALIGNED,
             )  # fmt: skip
 
 
 @triton.jit
 def _mass_kernel(
-    logits_ptr, max_ptr, divisor_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, SHORT: tl.constexpr,
+    logits_ptr, max_ptr, inverse_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, SHORT: tl.constexpr,
     PART: tl.constexpr, ALIGNED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Sum of masses of a part, given the row's highest logit."""
@@ -342,14 +359,15 @@ def _mass_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1)
-    inverse = 1.0 / tl.load(divisor_ptr + row)
+    inverse = tl.load(inverse_ptr + row)
     row_max = tl.load(max_ptr + row)
-    mass_B = tl.zeros([PART // 16], tl.int64)
+    mass_B = no_mass(PART // 16, BITS, SHORT)
     # A quarter at a time: with all masses in registers few programs would fit beside each other.
     for quarter in range(4):
         x_B4, _id_B4, _group_B = load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
-        mass_B += tl.sum(masses_of(x_B4, row_max, inverse, BITS, SHORT), 1)
-    tl.store(mass_ptr + row * tl.num_programs(0) + part, tl.sum(mass_B))
+        weight_B4 = weights_of(x_B4, row_max, inverse, BITS, SHORT)
+        mass_B = add_masses(mass_B, weight_B4, PART // 16, BITS, SHORT)
+    tl.store(mass_ptr + row * tl.num_programs(0) + part, total_mass(mass_B, BITS, SHORT))
 
 
 @triton.jit
@@ -374,54 +392,65 @@ def _weigh_kernel(
     place = row * PARTS + part
     row_max = highest_of_row(max_ptr, row, num_parts, PARTS)
     inverse = inverse_of(temperature_ptr, row)
-    zero_B = tl.zeros([PART // 16], tl.int64)
-    mass_B = zero_B
-    above_mass_B = zero_B
-    above_count_B = zero_B.to(tl.int32)
-    listed_B = zero_B.to(tl.int32)
-    likely_mass_B = zero_B
-    likely_count_B = zero_B.to(tl.int32)
-    least_B = zero_B.to(logits_ptr.dtype.element_ty) + float("inf")
+    mass_B = no_mass(PART // 16, BITS, SHORT)
+    above_mass_B = mass_B
+    above_count_B = tl.zeros([PART // 16], tl.int32)
+    listed_B = above_count_B
+    likely_mass_B = mass_B
+    likely_count_B = above_count_B
+    least_B = tl.full([PART // 16], float("inf"), logits_ptr.dtype.element_ty)
     if SEARCHES:
         low = tl.load(bounds_ptr + row * 2)
         high = tl.load(bounds_ptr + row * 2 + 1)
     # A quarter at a time: with all masses in registers few programs would fit beside each other.
     for quarter in range(4):
-        x_B4, id_B4, _group_B = load_part(logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED)
-        mass_B4 = masses_of(x_B4, row_max, inverse, BITS, SHORT)
-        mass_B += tl.sum(mass_B4, 1)
-        if SEARCHES:
+        x_B4, id_B4, _group_B = load_part(
+            logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED, SEARCHES
+        )  # fmt: skip
+        weight_B4 = weights_of(x_B4, row_max, inverse, BITS, SHORT)
+        mass_B = add_masses(mass_B, weight_B4, PART // 16, BITS, SHORT)
+        if SEARCHES and SHORT:
+            above_mass_B, listed_B = add_above(
+                above_mass_B, listed_B, x_B4, weight_B4, quarter, low, high, PART // 16, BITS
+            )
+        elif SEARCHES:
             listed_B += listed_bits(x_B4, quarter, low, high)
             if high < float("inf"):
                 above_B4 = x_B4 >= high
                 above_count_B += tl.sum(above_B4.to(tl.int32), 1)
-                above_mass_B += tl.sum(tl.where(above_B4, mass_B4, 0), 1)
+                above_mass_B += tl.sum(tl.where(above_B4, weight_B4, 0), 1)
         if MIN_P:
-            likely_B4 = (mass_B4 >= least_mass(min_p_ptr, row, BITS)) & (id_B4 < vocab_size)
+            least = least_mass(min_p_ptr, row, BITS)
+            if SHORT:
+                least = least.to(tl.float64) * (2.0 ** (-BITS))
+            likely_B4 = (weight_B4 >= least) & (id_B4 < vocab_size)
             likely_count_B += tl.sum(likely_B4.to(tl.int32), 1)
-            likely_mass_B += tl.sum(tl.where(likely_B4, mass_B4, 0), 1)
+            likely_mass_B = add_masses(likely_mass_B, tl.where(likely_B4, weight_B4, 0), PART // 16, BITS, SHORT)
             inf = tl.full([], float("inf"), logits_ptr.dtype.element_ty)
             least_B = tl.minimum(least_B, tl.min(tl.where(likely_B4, x_B4, inf), 1))
-    tl.store(mass_ptr + place, tl.sum(mass_B))
+    tl.store(mass_ptr + place, total_mass(mass_B, BITS, SHORT))
     if SEARCHES:
+        if SHORT:
+            above_count_B = listed_B >> 16
+            listed_B = listed_B & 0xFFFF
         tl.store(counts_ptr + place, tl.sum(above_count_B))
-        tl.store(masses_ptr + place, tl.sum(above_mass_B))
+        tl.store(masses_ptr + place, total_mass(above_mass_B, BITS, SHORT))
         append_listed(
             listed_B, logits_ptr, row, part, stride, listed_ptr, list_logit_ptr, list_id_ptr, PART, CANDIDATES
         )  # fmt: skip
     if MIN_P:
         rows_apart = tl.num_programs(1) * PARTS
         tl.store(counts_ptr + rows_apart + place, tl.sum(likely_count_B))
-        tl.store(masses_ptr + rows_apart + place, tl.sum(likely_mass_B))
+        tl.store(masses_ptr + rows_apart + place, total_mass(likely_mass_B, BITS, SHORT))
         tl.store(least_ptr + place, tl.min(least_B))
 
 
 @triton.jit
 def _finish_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, last_ptr,
-    last_id_ptr, kept_ptr, best_ptr, close_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, rows_ptr, raw_logits_ptr,
+    last_id_ptr, kept_ptr, keys_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, rows_ptr, raw_logits_ptr,
     raw_max_ptr, raw_mass_ptr, stride, vocab_size, raw_stride, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
-    ALIGNED: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr, SOME: tl.constexpr,
+    ALIGNED: tl.constexpr, BITS: tl.constexpr, TRUNCATES: tl.constexpr, FAST_LOG: tl.constexpr, SOME: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Token of a row and its log-probabilities."""
@@ -449,42 +478,42 @@ def _finish_kernel(
         elif drawn >= 0:
             token = drawn
         else:
-            # Scores of parts are above their own highest logit; a part without a finite one has none.
-            steep = tl.minimum(inverse, STEEPEST).to(tl.float32)
-            shift_P = ((tl.where(is_number(max_P), max_P, row_max) - row_max).to(tl.float32)) * steep
-            best_P = tl.where(exists_P, tl.load(best_ptr + place_P, exists_P, float("-inf")) + shift_P, float("-inf"))
-            best = tl.max(best_P)
-            near_P = best_P >= best - MARGIN
-            close = tl.sum(tl.where(near_P, tl.load(close_ptr + place_P, exists_P, 0), 0))
-            is_told = (close < PART // 2) & (inverse <= STEEPEST)
-            if is_told:
-                group_1 = tl.sum(tl.where(near_P, part_P * (PART // 4), 0)) + close - PART // 4 + tl.arange(0, 1)
-                id_14 = group_1[:, None] * 4 + tl.arange(0, 4)[None]
-                x_14 = tl.load(logits_ptr + row.to(tl.int64) * stride + id_14, id_14 < vocab_size, float("-inf"))
-                if TRUNCATES:
-                    x_14 = only_kept(x_14, id_14, last_ptr, last_id_ptr, row)
-                score, token = best_of_groups(x_14, group_1, row_max, row, inverse, seeds_ptr, positions_ptr, 1)
-                # Rough noise may be too high; then another token may have won.
-                is_told = score >= best - MARGIN / 4
-            if not is_told:
-                best_score = tl.full([], float("-inf"), tl.float64)
-                best_part = tl.min(tl.where(best_P == best, part_P, ALL))
-                # The part that looks best comes first, so that few of the others can still hold the winner.
-                for step in range(num_parts + 1):
-                    part = tl.where(step == 0, best_part, step - 1)
-                    if tl.max(tl.where(part_P == part, best_P, float("-inf"))) >= best_score - MARGIN / 4:
+            # The two groups of each part that can score highest are computed. Seldom can others score as high.
+            two_2 = tl.arange(0, 2)[None]
+            keys_P2_ptr = keys_ptr + row * (3 * PARTS) + part_P[:, None] + two_2 * PARTS
+            key_P2 = tl.load(keys_P2_ptr, exists_P[:, None], -1)
+            group_G = tl.reshape(part_P[:, None] * (PART // 4) + (key_P2 & (PART // 4 - 1)), [2 * PARTS])
+            id_G4 = group_G[:, None] * 4 + tl.arange(0, 4)[None]
+            x_G4 = tl.load(logits_ptr + row.to(tl.int64) * stride + id_G4, id_G4 < vocab_size, float("-inf"))
+            if TRUNCATES:
+                x_G4 = only_kept(x_G4, id_G4, last_ptr, last_id_ptr, row)
+            best_score, token = best_of_groups(
+                x_G4, group_G, row_max, row, inverse, seeds_ptr, positions_ptr, 2 * PARTS
+            )  # fmt: skip
+            third_P = tl.load(keys_ptr + row * (3 * PARTS) + 2 * PARTS + part_P, exists_P, -1)
+            shift_P = (tl.where(is_number(max_P), max_P, row_max).to(tl.float64) - row_max.to(tl.float64)) * inverse
+            bound_P = shift_P + score_bound(third_P.to(tl.uint32, bitcast=True), PART)
+            bound_P = tl.where(exists_P, bound_P, float("-inf"))
+            if tl.max(bound_P) >= best_score - SLACK:
+                steep = tl.minimum(inverse, STEEPEST).to(tl.float32)
+                for part in range(num_parts):
+                    if tl.max(tl.where(part_P == part, bound_P, float("-inf"))) >= best_score - SLACK:
                         for quarter in range(4):
                             x_B4, id_B4, group_B = load_part(
                                 logits_ptr, row, part * 4 + quarter, stride, vocab_size, PART // 4, ALIGNED
                             )
                             if TRUNCATES:
                                 x_B4 = only_kept(x_B4, id_B4, last_ptr, last_id_ptr, row)
-                            score, found = best_of_groups(
-                                x_B4, group_B, row_max, row, inverse, seeds_ptr, positions_ptr, PART // 16
+                            rough = highest_rough(
+                                x_B4, group_B, row_max, steep, row, seeds_ptr, positions_ptr, PART // 16, FAST_LOG
                             )
-                            wins = (score > best_score) | ((score == best_score) & (found < token))
-                            token = tl.where(wins, found, token)
-                            best_score = tl.maximum(score, best_score)
+                            if rough >= best_score - MARGIN:
+                                score, found = best_of_groups(
+                                    x_B4, group_B, row_max, row, inverse, seeds_ptr, positions_ptr, PART // 16
+                                )
+                                wins = (score > best_score) | ((score == best_score) & (found < token))
+                                token = tl.where(wins, found, token)
+                                best_score = tl.maximum(score, best_score)
     logit = tl.load(logits_ptr + row.to(tl.int64) * stride + token)
     scaled = (logit.to(tl.float64) - row_max.to(tl.float64)) * inverse
     nan = float("nan")

@@ -275,13 +275,19 @@ def noise_keyed_by_step(fault: Fault) -> None:
 def top_p_keeps_one_extra(fault: Fault) -> None:
     @fault.replaces(sampling_module, "_truncate")
     def truncate(
-        original: Any, processed_BV: Tensor, scaled_BV: Tensor, rows: Tensor, columns: SamplingColumns
+        original: Any,
+        processed_BV: Tensor,
+        row_max_B: Tensor,
+        inverse_B: Tensor,
+        rows: Tensor,
+        columns: SamplingColumns,
     ) -> tuple[Tensor, Tensor]:
-        keep_BV, kept_mass_B = original(processed_BV, scaled_BV, rows, columns)
+        weighed = processed_BV, row_max_B, inverse_B
+        keep_BV, kept_mass_B = original(*weighed, rows, columns)
         if columns.top_p_R is None:
             return keep_BV, kept_mass_B
         fault.reach()
-        masses_BV = sampling_module._round_to_masses(scaled_BV, sampling_module.mass_bits(scaled_BV.shape[1]))
+        masses_BV = sampling_module.integer_masses(*weighed, sampling_module.mass_bits(processed_BV.shape[1]))
         next_B1 = processed_BV.masked_fill(keep_BV, -torch.inf).argmax(1, keepdim=True)
         cut_B1 = columns.top_p_R.index_select(0, rows).unsqueeze(1) < 1
         extra_BV = torch.zeros_like(keep_BV).scatter_(1, next_B1, cut_B1) & ~keep_BV
@@ -290,11 +296,12 @@ def top_p_keeps_one_extra(fault: Fault) -> None:
 
 def top_k_off_by_one(fault: Fault) -> None:
     @fault.replaces(sampling_module, "_truncate")
-    def truncate(original: Any, processed_BV: Tensor, scaled_BV: Tensor, rows: Tensor, columns: SamplingColumns) -> Any:
+    def truncate(original: Any, *arguments: Any) -> Any:
+        *weighed, columns = arguments
         if columns.top_k_R is not None:
             fault.reach()
             columns = replace(columns, top_k_R=columns.top_k_R + (columns.top_k_R > 0))
-        return original(processed_BV, scaled_BV, rows, columns)
+        return original(*weighed, columns)
 
 
 def truncated_logprob(fault: Fault) -> None:
