@@ -4,7 +4,7 @@
 
 Bits come first and a differing element makes the run fail. Times are those of CUDA graphs over caches that rotate out
 of the second-level cache; fractions are of the read bandwidth and of the matrix product rate measured in the same run.
-`--ways` only times decode: rows split, whole where the rule says so, and whole always; and compares their bits.
+`--ways` only times decode: rows split or whole as the rule says, all split, and all whole; and compares their bits.
 `--beside` times PyTorch's own attention beside ours: over dense keys and values, so without a table of blocks.
 """
 
@@ -38,17 +38,18 @@ from paged.kernels.numerics import Numerics
 INVARIANT = Numerics()
 DEVICE = "cuda"
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (64, 4096), (8, 16384), (1, 40960))
-# Beside those: whole rows that fill the card's programs once and a bit, and one row much longer than the others.
-SPECIAL_DECODES = {"40 x 1024": [1024] * 40, "1 x 16384, 127 x 500": [16384] + [500] * 127}
+# Beside those: rows that would fill the card's programs once and a bit if all were whole, and one row much longer than
+# the others.
+SPECIAL_DECODES = {"40 x 1024": [1024] * 40, "44 x 4096": [4096] * 44, "1 x 16384, 127 x 500": [16384] + [500] * 127}
 NO_HOPPER: dict[str, Any] = {"suits_hopper_decode": lambda *_: False}
 SPLITS: dict[str, Any] = {"programs_at_once": lambda *_: 1 << 30}
 WHOLE: dict[str, Any] = {"programs_at_once": lambda *_: 1}
 WAYS: dict[str, dict[str, Any]] = {
     "Triton, splits alone": NO_HOPPER | SPLITS,
-    "Triton, whole rows by the rule": NO_HOPPER,
+    "Triton, by the rule": NO_HOPPER,
     "splits alone": SPLITS,
-    "whole rows by the rule": {},
-    "whole rows always": WHOLE,
+    "by the rule": {},
+    "whole rows alone": WHOLE,
 }
 PREFILLS = (1024, 8192)
 SDPA_BACKENDS = {"SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA, flash": SDPBackend.FLASH_ATTENTION}

@@ -115,7 +115,7 @@ def _load(
     q_ptr, key_ptr, value_ptr, tables_ptr, items_ptr, num_items_ptr, claimed_ptr, table_stride, queries, keys, values,
     places, counts, keys_ready, values_ready, keys_free, values_free, NUM_KV_HEADS: gl.constexpr,
     NUM_SHARED: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, IS_DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries and the tiles of this program's items into the ring of stages; an item of no keys is the end."""
     LANES: gl.constexpr = HEAD_DIM // 8
@@ -132,6 +132,10 @@ def _load(
     # What lies beyond the end is the last key again: stale memory, which may be NaN, is not read.
     key_P = gl.minimum(gl.maximum(number, 0) * SPLIT + place_P, num_keys - 1)
     block_P = gl.load(tables_ptr + table_row.to(gl.int64) * table_stride + key_P // BLOCK_SIZE, place < num_places, 0)
+    # Lists and block tables are on the device before the step's kernels start; queries, keys and values are theirs.
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     step = 0
     while place < num_places:
         head = place % NUM_KV_HEADS
@@ -321,9 +325,6 @@ def _kernel(
         mbarrier.init(values_ready.index(stage), count=128)
         mbarrier.init(keys_free.index(stage), count=1)
         mbarrier.init(values_free.index(stage), count=1)
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_attend, (queries, keys, values, places, counts, keys_ready, values_ready, keys_free, values_free,
@@ -331,7 +332,7 @@ def _kernel(
                        NUM_KV_HEADS, NUM_SHARED, ROWS, HEAD_DIM, TILE, SPLIT, STAGES)),
             (_load, (q_ptr, key_ptr, value_ptr, tables_ptr, items_ptr, num_items_ptr, claimed_ptr, table_stride,
                      queries, keys, values, places, counts, keys_ready, values_ready, keys_free, values_free,
-                     NUM_KV_HEADS, NUM_SHARED, ROWS, HEAD_DIM, BLOCK_SIZE, TILE, SPLIT, STAGES)),
+                     NUM_KV_HEADS, NUM_SHARED, ROWS, HEAD_DIM, BLOCK_SIZE, TILE, SPLIT, STAGES, IS_DEPENDENT)),
         ],
         [4],
         [LOAD_REGISTERS],

@@ -108,10 +108,7 @@ def decode_attention(
     scale: float,
     numerics: Numerics,
 ) -> None:
-    """Write attention of the rows of ``work`` to their rows of ``out_THD``: its items, then the fold of what is split.
-
-    Rows of ``work`` without items are given zeros.
-    """
+    """Write attention of the rows of ``work`` to theirs of ``out_THD``: its items, then the fold of what is split."""
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     num_shared = q_THD.shape[1] // num_kv_heads
     num_items = work.items_I4.shape[0]
@@ -368,7 +365,7 @@ def _fold_kernel(
     SPLITS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Fold the splits of DIMS dimensions of one row and head, SPLITS of them read at a time; without splits, zeros."""
+    """Fold the splits of DIMS dimensions of one row and head, SPLITS of them read at a time."""
     index = tl.program_id(0) // NUM_HEADS
     head = tl.program_id(0) % NUM_HEADS
     row = tl.load(rows_ptr + index * 3)
@@ -379,9 +376,10 @@ def _fold_kernel(
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    top = tl.load(tops_ptr + place, count > 0, 0.0)
-    total_D = tl.zeros([DIMS], tl.float32) + tl.load(totals_ptr + place, count > 0, 1.0)
-    sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D, count > 0, 0.0)
+    exists = row >= 0
+    top = tl.load(tops_ptr + place, exists, 0.0)
+    total_D = tl.zeros([DIMS], tl.float32) + tl.load(totals_ptr + place, exists, 1.0)
+    sum_D = tl.load(sums_ptr + place * HEAD_DIM + dim_D, exists, 0.0)
     split_S = tl.arange(0, SPLITS)
     for start in range(1, count, SPLITS):
         # Beyond the last split there is nothing, which folds into no change.
@@ -404,7 +402,7 @@ def _fold_kernel(
             sum_D = sum_D * left_D + sum2_D * right_D
         top = tl.max(new_S, 0)
     out_offset = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    tl.store(out_ptr + out_offset + dim_D, (sum_D / total_D).to(out_ptr.dtype.element_ty), row >= 0)
+    tl.store(out_ptr + out_offset + dim_D, (sum_D / total_D).to(out_ptr.dtype.element_ty), exists)
 
 
 @triton.jit

@@ -20,6 +20,11 @@ Numbers = Sequence[int] | np.ndarray
 # Stands for the number of a split in an item that is a whole row.
 WHOLE = -1
 
+# Whole rows go through the card in waves of as many as it takes at a time. Where there are at most so many waves, the
+# last one is split if it is half full or less: programs without work cost more than a second kernel does.
+FEW_WAVES = 4
+LAST_WAVE_SHARES = 2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeWork:
@@ -30,11 +35,11 @@ class DecodeWork:
     Attributes:
         items_I4: int32, one split, or a whole row whose splits one program folds: its sequence's row of the block
             tables, row of the step, number of the split or ``WHOLE``, keys of the row. A row's splits adjoin, in order.
-        rows_N3: int32, one row that is not whole: row of the step, its first item, number of its items. A row without
-            items is one of padding and is given zeros; one whose number is negative is none at all.
+        rows_N3: int32, one row that is not whole: row of the step, its first item, number of its items. If all three
+            are negative there is none.
         num_items_1: int32 [1], how many of the items count.
         most_splits: about the most items that a row of ``rows_N3`` has; a launch is built for it, no bits hang on it.
-            0: there are no such rows, nor rows of padding.
+            0: there are no such rows.
     """
 
     items_I4: torch.Tensor
@@ -287,7 +292,9 @@ def decode_arrays(
     """``items_I4``, ``rows_N3`` and ``most_splits`` of the sequences with one row, on the host; see ``DecodeWork``.
 
     A row is whole if it has one split, or no more keys than a program's even share of all keys of all kv heads: then
-    the others keep the card busy. The longest items come first, so that programs that claim them end together.
+    the others keep the card busy. Of few waves of whole rows the last, which has the shortest, is split where a row has
+    more than ``LAST_WAVE_SHARES`` times its share of what is left to do with it. The longest items come first, so that
+    programs that claim them end together.
 
     Args:
         starts, lengths, offsets, table_rows: as the attributes of ``BatchLayout``.
@@ -297,10 +304,17 @@ def decode_arrays(
     """
     single_N = np.flatnonzero(np.asarray(lengths) == 1)
     key_N = np.asarray(starts)[single_N] + 1
-    most_keys = max(split, int(key_N.sum()) * num_kv_heads // num_programs)
-    order_N = np.argsort(-np.where(key_N <= most_keys, key_N, split), kind="stable")
+    order_N = np.argsort(-key_N, kind="stable")
     single_N, key_N = single_N[order_N], key_N[order_N]
-    is_split_N = key_N > most_keys
+    is_split_N = key_N > max(split, int(key_N.sum()) * num_kv_heads // num_programs)
+    num_long = int(np.count_nonzero(is_split_N))
+    num_places = (key_N.size - num_long) * num_kv_heads
+    if num_places < FEW_WAVES * num_programs:
+        last = num_long + num_places // num_programs * num_programs // num_kv_heads
+        left = int(key_N[:num_long].sum() + key_N[last:].sum())
+        is_split_N[last:] = key_N[last:] > max(split, LAST_WAVE_SHARES * left * num_kv_heads // num_programs)
+    order_N = np.argsort(-np.where(is_split_N, split, key_N), kind="stable")
+    single_N, key_N, is_split_N = single_N[order_N], key_N[order_N], is_split_N[order_N]
     count_N = np.where(is_split_N, -(-key_N // split), 1)
     first_N = np.cumsum(count_N) - count_N
     row_N = np.asarray(offsets)[single_N]
@@ -317,7 +331,11 @@ def decode_arrays(
 
 
 def most_split_rows(num_kv_heads: int, num_programs: int) -> int:
-    """Rows of a step that ``decode_arrays`` can split: each has more keys than its share, so they are fewer."""
+    """Most rows of a step that ``decode_arrays`` splits.
+
+    Each has more keys than its share: of all keys, or of those left for the last wave. So the first are fewer than
+    their part of all keys times programs / kv heads, and the others fewer than the rest of that.
+    """
     return -(-num_programs // num_kv_heads) - 1
 
 

@@ -179,17 +179,6 @@ def top_logprobs(logits_RV: Tensor, temperature_R: Tensor, k: int) -> tuple[Tens
     return ids_RK, token_logprobs(logits_RV, temperature_R, ids_RK)
 
 
-def token_ranks(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
-    """Place of a token in its row's order, int64 [R]; the first has rank 1."""
-    assert logits_RV.ndim == 2, logits_RV.shape
-    assert token_ids_R.shape == logits_RV.shape[:1], (logits_RV.shape, token_ids_R.shape)
-    token_ids_R1 = token_ids_R.unsqueeze(1)
-    logits_R1 = logits_RV.gather(1, token_ids_R1)
-    earlier_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    before_RV = (logits_RV > logits_R1) | ((logits_RV == logits_R1) & (earlier_V < token_ids_R1))
-    return before_RV.sum(1) + 1
-
-
 def highest(logits_RV: Tensor, k: int) -> Tensor:
     """Ids of the first ``k`` tokens in the order (logit descending, id ascending), int64 [R, k].
 
@@ -263,19 +252,6 @@ def nucleus_mass(total_R: Tensor, top_p_R: Tensor) -> Tensor:
     quotient = ((high >> high_shift) << (62 - low_shift)) + (low >> low_shift)
     remainder = (low & ((1 << low_shift) - 1)) | (high & ((1 << high_shift) - 1))
     return (quotient + (remainder != 0)).clamp_min(1)
-
-
-def kept_tokens(logits_RV: Tensor, columns: SamplingColumns) -> Tensor:
-    """The tokens that ``sample`` may draw, bool [R, V]: kept by min_p, top_k and top_p, and not -inf.
-
-    A greedy row shows those it would have at temperature 1; a row without a distribution has none.
-    """
-    _check_columns(logits_RV, columns)
-    state = _distribution(logits_RV, columns)
-    kept_RV = (state.scaled_RV > -torch.inf) & ~state.nan_R.unsqueeze(1)
-    if state.truncated_B is not None:
-        kept_RV.index_copy_(0, state.truncated_B, kept_RV.index_select(0, state.truncated_B) & state.keep_BV)
-    return kept_RV
 
 
 def probabilities(logits_RV: Tensor, columns: SamplingColumns) -> Tensor:

@@ -13,11 +13,11 @@ from paged.core.memory import GIB, kv_budget_bytes
 from paged.core.policy import num_blocks_for
 from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.linear import is_canonical
-from paged.kernels.sampling import SamplingColumns, sample
+from paged.kernels.sampling import Penalties, SamplingColumns, sample
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
 from paged.runner.runner import SCORE_ROWS
-from paged.runner.slots import table_bytes
+from paged.runner.slots import TokenCounts, table_bytes
 from paged.runner.step_graphs import can_graph
 
 MOST_CONTEXT_BYTES: Final = GIB
@@ -171,7 +171,7 @@ def measure_profile(
     loaded = CardMemory.read(device)
     # Where keys and values lie is no matter: one block serves all.
     cache = KVCache(decoder.local_spec, 1, limits.block_size, dtype=kv_dtype, device=device)
-    step_bytes, decode_bytes = _step_bytes(decoder, cache, limits)
+    step_bytes, decode_bytes, penalized_bytes = _step_bytes(decoder, cache, limits)
     makes_graphs = can_graph(decoder, cache)
     del cache
     torch.cuda.empty_cache()
@@ -180,27 +180,32 @@ def measure_profile(
         device_bytes=after.total,
         weights_bytes=loaded.allocated - before.allocated,
         # What stays allocated is the libraries' workspaces.
-        activation_bytes=max(step_bytes, decode_bytes) + after.allocated - loaded.allocated,
+        activation_bytes=max(step_bytes, decode_bytes, penalized_bytes) + after.allocated - loaded.allocated,
         context_bytes=before.context(after),
-        # A step of any size may be a graph, and is launched plainly before it becomes one.
+        # A step of any size may be a graph, and is launched plainly before it becomes one; penalties are in none.
         graph_bytes=max(step_bytes, decode_bytes) if makes_graphs else 0,
         table_bytes=table_bytes(limits.max_num_seqs, limits.max_seq_len, limits.block_size),
     )
 
 
-def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[int, int]:
-    """The most that tensors take during the largest step, and the largest of decodes, beside those that were there."""
+def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[int, int, int]:
+    """The most that tensors take during some steps, beside those that were there.
+
+    They are the largest step, the largest of decodes, and the largest with penalties, whose counts are among what it
+    takes.
+    """
     device = cache.device
     _prepare_products(decoder, cache, limits.max_step_tokens, limits.num_logits)
-    peaks = []
-    for starts, lengths in (limits.chunks(), limits.decodes()):
+
+    def peak(starts: Sequence[int], lengths: Sequence[int], *, has_penalties: bool = False) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         allocated = torch.cuda.memory_allocated(device)
-        run_step(decoder, cache, starts, lengths, limits.num_logits)
+        run_step(decoder, cache, starts, lengths, limits.num_logits, has_penalties=has_penalties)
         torch.cuda.synchronize(device)
-        peaks.append(torch.cuda.max_memory_allocated(device) - allocated)
-    return peaks[0], peaks[1]
+        return torch.cuda.max_memory_allocated(device) - allocated
+
+    return peak(*limits.chunks()), peak(*limits.decodes()), peak(*limits.chunks(), has_penalties=True)
 
 
 @torch.inference_mode()
@@ -228,7 +233,13 @@ def _prepare_products(decoder: Decoder, cache: KVCache, most_rows: int, most_log
 
 @torch.inference_mode()
 def run_step(
-    decoder: Decoder, cache: KVCache, starts: Sequence[int], lengths: Sequence[int], num_logits: int
+    decoder: Decoder,
+    cache: KVCache,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    num_logits: int,
+    *,
+    has_penalties: bool = False,
 ) -> torch.Tensor:
     """Compute a step whose sequences all have their keys and values in block 0, and draw ``num_logits`` tokens.
 
@@ -237,11 +248,18 @@ def run_step(
         cache: of the model.
         starts, lengths: positions of the first rows of each sequence, and how many.
         num_logits: rows of logits; their sampling is limited in every way.
+        has_penalties: whether each of them has penalties, and so counts of all tokens.
 
     Returns:
         tokens int64 [num_logits] of no meaning.
     """
     device = cache.device
+    vocab_size = decoder.spec.vocab_size
+    # A slot keeps its own, and a step puts those of its rows together.
+    counts = [
+        TokenCounts(*(torch.zeros(vocab_size, dtype=dtype, device=device) for dtype in (torch.int32, torch.bool)))
+        for _ in range(num_logits if has_penalties else 0)
+    ]
     most = max(start + length for start, length in zip(starts, lengths, strict=True))
     blocks_BN = torch.zeros((len(starts), num_blocks_for(most, cache.block_size)), dtype=torch.int32)
     layout = BatchLayout.build(starts, lengths, blocks_BN, cache.block_size, device)
@@ -249,6 +267,16 @@ def run_step(
     row_R = torch.arange(num_logits, device=device)
     logits_RV = decoder.logits(hidden_TD.index_select(0, row_R % len(hidden_TD)))
     one_R = torch.ones(num_logits, dtype=torch.float64, device=device)
+    penalties = None
+    if has_penalties:
+        penalties = Penalties(
+            rows_P=row_R,
+            repetition_P=2 * one_R,
+            presence_P=one_R,
+            frequency_P=one_R,
+            output_counts_PV=torch.stack([row.output_V for row in counts]),
+            prompt_mask_PV=torch.stack([row.prompt_V for row in counts]),
+        )
     columns = SamplingColumns(
         temperature_R=one_R,
         seeds_R=row_R,
@@ -256,5 +284,6 @@ def run_step(
         top_k_R=torch.full_like(row_R, 50),
         top_p_R=0.95 * one_R,
         min_p_R=0.01 * one_R,
+        penalties=penalties,
     )
     return sample(logits_RV, columns).tokens_R

@@ -200,7 +200,7 @@ class TorchRunner:
             upload=self._upload,
         )
         slot_T = self._upload(np.repeat(np.asarray(plan.slots, dtype=np.int64), lengths))
-        hidden_TD = self.decoder(self.slots.tokens_at(slot_T, layout.positions_T), layout, self.cache)
+        hidden_TD = self.decoder(self.slots.tokens_SP[slot_T, layout.positions_T], layout, self.cache)
         # Every row counts, not only those that sample: a chunk of a prompt that is not finite must not be committed,
         # or its blocks are published. What goes wrong at one position reaches the last one of the chunk.
         last_BD = hidden_TD.index_select(0, layout.last_rows_B)

@@ -197,10 +197,6 @@ class SlotTables:
         sent = upload(np.stack((np.concatenate(places), values)), self.device)
         table.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
-    def tokens_at(self, slot_T: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
-        """Tokens, int32 [T], of rows whose slots and positions, int64, lie on the device."""
-        return self.tokens_SP.view(-1).index_select(0, slot_T * self.tokens_SP.shape[1] + position_T)
-
     def store_tokens(self, slot_R: torch.Tensor, position_R: torch.Tensor, token_R: torch.Tensor) -> None:
         """Keep sampled tokens, int64, at their positions for the steps that follow."""
         place_R = slot_R * self.tokens_SP.shape[1] + position_R

@@ -23,6 +23,7 @@ import torch
 from paged.core.plan import StepPlan
 from paged.interrupts import DeferredInterrupt
 from paged.kernels.batch_layout import (
+    FEW_WAVES,
     BatchLayout,
     ChunkTiles,
     DecodeWork,
@@ -118,8 +119,8 @@ class StepGraphs:
             self._inputs[self._front : self._front + size] = padding
             if size > self._most_split_rows:
                 self._run_compute(size, has_chunks=False, has_splits=False)
-            # The more rows, the fewer batches have one that is longer than its share.
-            if size <= 4 * self._most_split_rows:
+            # The more rows, the fewer batches have one that is split.
+            if size <= FEW_WAVES * self._most_split_rows:
                 self._run_compute(size, has_chunks=False, has_splits=True)
             self._run(("sample", size, 0), partial(self._sample, size, 0))
 
@@ -246,7 +247,7 @@ class StepGraphs:
         num_split = min(num_rows, self._most_split_rows)
         most_splits = 0
         if has_splits:
-            # Where most rows are split, they have few splits each; among more rows, those that are split are long.
+            # Where most rows are split, they have few splits each; among more rows, those that are split may be long.
             most_splits = 2 if 16 < size <= self._most_split_rows else self._most_items
         decode = DecodeWork(
             items_I4=inputs[sections[3]].view(-1, 4),

@@ -159,8 +159,8 @@ class Lists:
             ChunkTiles(t["tiles"], t["num_tiles"]),
         )
 
-    def write(self, chunks: list[tuple[int, int, int]], most_keys: int) -> list[int]:
-        """Put a step of ``chunks`` into the lists; returns the rows of padding that are given zeros."""
+    def write(self, chunks: list[tuple[int, int, int]], most_keys: int) -> None:
+        """Put a step of ``chunks`` into the lists."""
         table_rows, starts, lengths = (np.array(column) for column in zip(*chunks, strict=True))
         offsets = np.cumsum(lengths) - lengths
         numbers = (starts, lengths, offsets, table_rows)
@@ -170,10 +170,7 @@ class Lists:
         )
         assert most_splits <= self.most_splits
         tiles = tile_arrays(*numbers, num_positions=self.per_tile)
-        padding = list(range(int(lengths.sum()), 8)) if self.most_splits else []
-        # Rows of padding stand among the others; their first item may be anything.
-        rows = np.concatenate(([(row, 2**20, 0) for row in padding] or np.empty((0, 3), int), rows))
-        rows = np.concatenate((rows, np.tile([(-1, 2**20, 0)], (8 - len(rows), 1))))
+        rows = np.concatenate((rows, np.full((8 - len(rows), 3), -1)))
         for name, array in (("items", items), ("rows", rows), ("tiles", tiles)):
             tensor = self.tensors[name]
             assert len(array) <= len(tensor), name
@@ -186,7 +183,6 @@ class Lists:
         self.q[: int(lengths.sum())] = torch.cat(
             [self.step.q[i][start : start + length] for i, start, length in chunks]
         ).to(self.q.device)
-        return padding
 
     def attend(self) -> torch.Tensor:
         run = attention_triton if self.step.device == "cpu" else attention
@@ -202,23 +198,22 @@ STEPS = [
 ]
 
 
-def check_step(lists: Lists, chunks: list[tuple[int, int, int]], padding: list[int], out: torch.Tensor) -> None:
+def check_step(lists: Lists, chunks: list[tuple[int, int, int]], out: torch.Tensor) -> None:
     expected = torch.cat(lists.step.attend(chunks))
     assert torch.equal(out.cpu()[: len(expected)], expected)
-    assert not out[padding].any()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 def test_work_is_read_from_the_device() -> None:
-    """One set of lists of fixed length serves every step: the same numbers as lists of the step's own; zeros beside."""
+    """One set of lists of fixed length serves every step: the same numbers as lists of the step's own."""
     step = Step([300, 65, 1, 800], 4, 2, 16, 16, torch.float16, "cpu", seed=0)
     lists = Lists(step, 4, 2, torch.float16)
     most = 0
     for most_keys in MOST_KEYS:
         for chunks in STEPS:
-            padding = lists.write(chunks, most_keys)
+            lists.write(chunks, most_keys)
             most = max(most, int(lists.tensors["num_items"]) * 2)
-            check_step(lists, chunks, padding, lists.attend())
+            check_step(lists, chunks, lists.attend())
     # Programs must have had to take a second and a third item.
     assert most > 3 * attention_triton_module._decode_programs(torch.device("cpu"))
 
@@ -328,10 +323,10 @@ def test_a_graph_replays_steps_that_it_did_not_see(
             out = lists.attend()
         for most_keys in all_most_keys * 3:
             for chunks in STEPS:
-                padding = lists.write(chunks, most_keys)
+                lists.write(chunks, most_keys)
                 out.fill_(torch.nan)
                 graph.replay()
-                check_step(lists, chunks, padding, out)
+                check_step(lists, chunks, out)
 
 
 @pytest.mark.gpu
