@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim
 SPEC = replace(QWEN3, **{**SIZES, "num_kv_heads": 2})
 SPECS = {
     "qwen3": SPEC,
-    "olmoe": replace(OLMOE, **{**SIZES, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 128}),
+    "olmoe": replace(OLMOE, **{**SIZES, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 256}),
 }
 FIELDS: dict[str, Any] = {
     "device": "cuda",
