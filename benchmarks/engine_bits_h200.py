@@ -7,10 +7,9 @@
 Models with random bf16 weights: Qwen3-0.6B, four layers of Qwen3-8B's width, two of OLMoE's. Each victim runs alone on
 a reference engine. Then engines of other block sizes, chunks, budgets, depths and pools serve it beside 1 to 255
 companions: tokens, log-probabilities, alternatives and in every fourth configuration the full logits must be the same
-bits, and so must scores of its text. Afterwards: how far `fast` is from `invariant`, and both from fp32; and how often
-batching changes texts of the trained `tiny`. Ends with exit code 1 if a bit differs or a kind of pressure was not met;
-with a planted fault, if it was not found: `fast` serves with the other numerics, `results` moves a log-probability that
-hangs on the neighbours.
+bits, and so must scores of its text. Ends with exit code 1 if a bit differs or a kind of pressure was not met; with a
+planted fault, if it was not found: `fast` serves with the other numerics, `results` moves a log-probability that hangs
+on the neighbours.
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_runs import StepWatch, build, drain, read_model
+from engine_random import MAX_SEQ_LEN, Arrival, build_random, model_specs, observed_logits, serve
+from engine_runs import StepWatch
 
 from paged import CompletionOutput, Engine, SamplingParams
 from paged.core.model_spec import ModelSpec
-from paged.core.plan import StepPlan, StepResult
+from paged.core.plan import StepResult
 from paged.core.policy import num_blocks_for
 from paged.core.scheduler import SchedulerConfig
-from paged.workload.arithmetic import builtin_prompts
 
 MODES = {
     "greedy": SamplingParams(temperature=0),
@@ -62,7 +60,6 @@ COMPANIES = {
     "all": tuple(MODES),
 }
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 100, 200, 255, 256, 257, 300, 513, 700)
-MAX_SEQ_LEN = 1024
 # Each model's engines, as fields of ``EngineConfig``, first what a card has by default. Every second pool is tight.
 ENGINES: tuple[dict[str, Any], ...] = (
     {"block_size": 16, "depth": 2, "max_step_tokens": 8192, "chunk_size": 8192, "max_num_seqs": 256},
@@ -91,18 +88,12 @@ class Scale:
         prompt_lengths: of the victims' prompts.
         num_tokens: most that a victim or a companion generates.
         companions: how many there may be.
-        num_compared: prompts for the comparison with ``fast``.
-        compared_tokens: of each of their texts.
-        batches: sizes of the groups of ``tiny``'s prompts.
     """
 
     num_victims: int = 2 * len(MODES)
     prompt_lengths: Sequence[int] = PROMPT_LENGTHS
     num_tokens: int = 32
     companions: Sequence[int] = COMPANIONS
-    num_compared: int = 32
-    compared_tokens: int = 48
-    batches: Sequence[int] = (1, 8, 64)
 
 
 SMALL = Scale(
@@ -110,64 +101,7 @@ SMALL = Scale(
     prompt_lengths=[length for length in PROMPT_LENGTHS if length <= 100],
     num_tokens=10,
     companions=[number for number in COMPANIONS if number <= 17],
-    num_compared=8,
-    compared_tokens=16,
-    batches=(1, 4, 8),
 )
-
-
-def model_specs(small: bool) -> dict[str, ModelSpec]:
-    """The models; for a CPU the same kinds with fewer and narrower layers."""
-
-    def named(name: str, **sizes: Any) -> ModelSpec:
-        spec = read_model(name)[1]
-        assert spec is not None
-        return replace(spec, eos_token_ids=(), **sizes)
-
-    if not small:
-        return {
-            "Qwen3-0.6B": named("qwen3_0_6b"),
-            "Qwen3-8B, 4 layers": named("qwen3_8b", num_layers=4),
-            "OLMoE, 2 layers": named("olmoe", num_layers=2),
-        }
-    sizes = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "head_dim": 16}
-    heads = {"num_heads": 4, "num_kv_heads": 2}
-    return {
-        "Qwen3-0.6B, small": named("qwen3_0_6b", **sizes, **heads),
-        "OLMoE, small": named("olmoe", **sizes, **heads, num_experts=8, num_experts_per_token=2),
-    }
-
-
-# Logits of the steps
-
-
-Logits = dict[str, dict[int, torch.Tensor]]
-
-
-@contextmanager
-def observed_logits(engine: Engine, request_ids: Sequence[str]) -> Iterator[Logits]:
-    """Collects the raw logits that requests' tokens are drawn from, by the position of the token.
-
-    To be entered while the engine is idle, because slots are known from the plans that start them.
-    """
-    executor: Any = engine.executor
-    logits: Logits = {request_id: {} for request_id in request_ids}
-    slots: dict[int, str] = {}
-
-    def observe(plan: StepPlan, rows: Sequence[int], logits_RV: torch.Tensor) -> None:
-        slots.update((started.slot, started.request.id) for started in plan.started)
-        for index, row in enumerate(rows):
-            if (seen := logits.get(slots[plan.slots[row]])) is not None:
-                seen[plan.starts[row] + plan.lengths[row]] = logits_RV[index].clone()
-
-    executor.observe_logits = observe
-    try:
-        yield logits
-    finally:
-        executor.observe_logits = None
-
-
-# Victims and their company
 
 
 @dataclass
@@ -187,17 +121,6 @@ class Victim:
     params: SamplingParams
     expected: CompletionOutput
     logits: dict[int, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request and the steps before which it comes and, if it does, is aborted."""
-
-    id: str
-    prompt: list[int]
-    params: SamplingParams
-    at_step: int
-    aborted_at: int | None = None
 
 
 @dataclass
@@ -275,34 +198,6 @@ def make_victims(spec: ModelSpec, scale: Scale, device: str, rng: random.Random)
         victims.append(Victim(mode, prompt, params, output, logits["victim"]))
     engine.close()
     return victims
-
-
-def build_random(spec: ModelSpec, device: str, **fields: Any) -> Engine:
-    """An engine with the random bf16 weights that all engines of this spec have."""
-    return build("random/model", spec, device=device, dtype="bfloat16", max_seq_len=MAX_SEQ_LEN, **fields)
-
-
-def serve(engine: Engine, arrivals: Sequence[Arrival], awaited: Sequence[str]) -> dict[str, CompletionOutput]:
-    """Add requests at their steps and step until those awaited have finished; the others are aborted then."""
-    waiting = sorted(arrivals, key=lambda arrival: arrival.at_step)
-    aborts = sorted((a.aborted_at, a.id) for a in arrivals if a.aborted_at is not None)
-    outputs: dict[str, CompletionOutput] = {}
-    step = 0
-    while not all(request_id in outputs for request_id in awaited):
-        while waiting and waiting[0].at_step <= step:
-            arrival = waiting.pop(0)
-            engine.add_request(arrival.prompt, arrival.params, arrival.id)
-        while aborts and aborts[0][0] <= step:
-            outputs |= {output.request_id: output for output in engine.abort(aborts.pop(0)[1])}
-        for update in engine.step():
-            if update.output is not None:
-                outputs[update.request_id] = update.output
-        step += 1
-        assert step < 20_000, "the engine does not come to an end"
-    for arrival in arrivals:
-        engine.abort(arrival.id)
-    drain(engine)
-    return outputs
 
 
 def draw_arrivals(
@@ -483,104 +378,8 @@ def pressures(small: bool) -> list[str]:
     return [*counted, "scored tokens", "full logits", *kinds, *modes, *companies]
 
 
-# How far `fast` is
-
-
-@dataclass
-class Texts:
-    """Greedy texts of some prompts and, by request, the logits of each token by position."""
-
-    token_ids: list[list[int]]
-    logits: Logits
-
-
-def greedy_texts(engine: Engine, prompts: Sequence[Any], num_tokens: int, batch: int, *, observe: bool) -> Texts:
-    """Texts of prompts that are given to the engine ``batch`` at a time."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens)
-    names = [f"text-{index}" for index in range(len(prompts))]
-    texts: list[list[int]] = []
-    logits: Logits = {}
-    for first in range(0, len(prompts), batch):
-        group = [
-            Arrival(name, prompt, params, 0)
-            for name, prompt in zip(names[first : first + batch], prompts[first : first + batch], strict=True)
-        ]
-        ids = [arrival.id for arrival in group]
-        with observed_logits(engine, ids if observe else []) as seen:
-            outputs = serve(engine, group, ids)
-        texts += [outputs[request_id].token_ids for request_id in ids]
-        logits |= seen
-    return Texts(texts, logits)
-
-
-def compare_texts(ours: Texts, theirs: Texts) -> dict[str, float]:
-    """How many texts differ, and how far the logits are apart while the texts before them are the same."""
-    largest = total = count = 0.0
-    for left, right, mine, others in zip(
-        ours.token_ids, theirs.token_ids, ours.logits.values(), theirs.logits.values(), strict=True
-    ):
-        num_same = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
-        for position in sorted(mine)[: num_same + 1]:
-            apart_V = (mine[position].float() - others[position].float()).abs()
-            largest, total, count = max(largest, float(apart_V.max())), total + float(apart_V.mean()), count + 1
-    different = sum(left != right for left, right in zip(ours.token_ids, theirs.token_ids, strict=True))
-    return {
-        "texts": len(ours.token_ids),
-        "different": different,
-        "max_dlogit": largest,
-        "mean_dlogit": total / count if count else 0.0,
-        "positions": count,
-    }
-
-
-def compare_fast(spec: ModelSpec, scale: Scale, device: str) -> dict[str, dict[str, float]]:
-    """Greedy texts of a random model: both kinds of numerics, alone and together, and fp32 with the same weights."""
-    rng = random.Random(5)
-    count = scale.num_compared
-    prompts = [[rng.randrange(spec.vocab_size) for _ in range(rng.randint(4, 90))] for _ in range(count)]
-    fields: dict[str, Any] = {"max_num_seqs": count, "num_blocks": 16 * count, "prefix_reuse": False}
-    texts: dict[tuple[str, str], Texts] = {}
-    for numerics in ("invariant", "fast"):
-        engine = build_random(spec, device, numerics=numerics, **fields)
-        for company, batch in (("alone", 1), ("together", count)):
-            texts[numerics, company] = greedy_texts(engine, prompts, scale.compared_tokens, batch, observe=True)
-        engine.close()
-    runner: Any = engine.executor
-    rounded = runner.decoder.tensors()
-    wide = build("random/model", spec, device=device, dtype="float32", max_seq_len=MAX_SEQ_LEN, **fields)
-    wide.load_weights(rounded)
-    exact = greedy_texts(wide, prompts, scale.compared_tokens, count, observe=True)
-    wide.close()
-    return {
-        "invariant: together / alone": compare_texts(texts["invariant", "together"], texts["invariant", "alone"]),
-        "fast: together / alone": compare_texts(texts["fast", "together"], texts["fast", "alone"]),
-        "fast / invariant, together": compare_texts(texts["fast", "together"], texts["invariant", "together"]),
-        "invariant / fp32": compare_texts(texts["invariant", "together"], exact),
-        "fast / fp32": compare_texts(texts["fast", "together"], exact),
-    }
-
-
-def compare_trained(scale: Scale, device: str) -> dict[str, dict[str, float]]:
-    """How many greedy texts of the trained ``tiny`` in bf16 change with the number of prompts served together."""
-    most = max(scale.batches)
-    prompts = builtin_prompts(most, 3)
-    rows: dict[str, dict[str, float]] = {}
-    fields: dict[str, Any] = {"max_num_seqs": most, "num_blocks": 16 * most, "max_seq_len": 256, "prefix_reuse": False}
-    for numerics in ("invariant", "fast"):
-        engine = build("tiny", None, weights="auto", device=device, dtype="bfloat16", numerics=numerics, **fields)
-        texts = [
-            greedy_texts(engine, prompts, 3 * scale.num_tokens, batch, observe=False).token_ids
-            for batch in scale.batches
-        ]
-        engine.close()
-        for batch, others in zip(scale.batches[1:], texts[1:], strict=True):
-            different = sum(left != right for left, right in zip(texts[0], others, strict=True))
-            rows[f"tiny, {numerics}: {batch} together / alone"] = {"texts": most, "different": different}
-    return rows
-
-
 def main() -> None:
-    """Fuzz, compare, report."""
+    """Fuzz and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", type=int, default=510)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop fuzzing after about so long")
@@ -616,14 +415,6 @@ def main() -> None:
         "met": dict(tally.met),
         "rows": rows,
     }
-    if options.plant is None:
-        scale = SMALL if options.small else Scale()
-        compared = compare_fast(next(iter(model_specs(options.small).values())), scale, options.device)
-        compared |= compare_trained(scale, options.device)
-        for name, row in compared.items():
-            print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
-            fine = fine and not (name.startswith(("invariant: ", "tiny, invariant")) and row["different"])
-        report["compared"] = compared
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
     sys.exit(0 if fine else 1)

@@ -38,12 +38,13 @@ CONTEXT = 1024
 NUM_PROFILED = 5
 NUM_TIMED = 200
 NUM_LISTED = 15
-KINDS = ("gemm", "attention", "rowwise", "sampling", "copies", "other")
+KINDS = ("gemm", "attention", "rowwise", "exchange", "sampling", "copies", "other")
 # Modules of kernels by the kind of what they compute.
 MODULES = {
     "gemm": ("gemm", "moe_triton"),
     "attention": ("attention_hopper", "attention_hopper_decode", "attention_triton", "kv_cache_triton"),
     "rowwise": ("rowwise_triton",),
+    "exchange": ("peers_triton",),
     "sampling": ("sampling_triton", "sampling_cut_triton", "sampling_adjust_triton"),
     "other": ("step_rows_triton",),
 }

@@ -1,42 +1,40 @@
-"""The loop around scheduler and executor, and the public API: generate, stream, add, step, abort."""
+"""The public API: generate, stream, add, step, abort."""
 
 from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
+from paged.consensus import Leader
 from paged.core.model_spec import ModelSpec
-from paged.core.plan import Executor, StepPlan, StepResult
+from paged.core.plan import Executor
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams, sample_seed
-from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler
-from paged.core.sequence import FinishReason
+from paged.core.scheduler import Scheduler
 from paged.core.sharding import check_k_segments, check_tp
 from paged.engine_config import EngineConfig, position_limit, resolve_device
 from paged.engine_parts import Blueprint, build_parts, warm_up
 from paged.engine_ranks import build_with_ranks
+from paged.intake import Prompts, check_ids, is_output_len, params_list, prompt_ids, prompt_list
 from paged.interrupts import DeferredInterrupt
+from paged.loop import Loop
 from paged.model.locate import checkpoint_folder, find_model
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
-from paged.runner.consensus import Leader
 from paged.runner.launched import Launch
 from paged.runner.runner import TorchRunner
-from paged.runner.text import Tokenizer, token_ids_of
-from paged.samples import Brought, Samples
+from paged.runner.text import Tokenizer
+from paged.samples import Samples
 from paged.step_log import StepLog
 
 __all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate"]
-
-Prompts = str | Sequence[int] | Mapping[str, Any]
 
 
 class Engine:
@@ -83,23 +81,13 @@ class Engine:
         self.numerics_id = numerics_id
         self.device_name = device_name
         self._seed = seed
-        self._log = step_log
         self._leader = leader
-        if leader is not None:
-            # An engine that nobody closes must leave no process behind.
-            weakref.finalize(self, leader.close)
         self._samples = Samples(tokenizer, numerics_id)
+        self._loop = Loop(executor, scheduler, self._samples, step_log=step_log, leader=leader)
         self._num_made_ids = 0
-        self._held: StepResult | None = None
-        # What other ranks have not agreed to yet, in order, and the ends that they never will agree to.
-        self._unagreed: list[Brought] = []
-        self._undone: list[Finished] = []
         self._streamed: set[str] = set()
         self.startup_s = 0.0
         self.memory: Mapping[str, Any] | None = None
-        if step_log is not None:
-            policy = scheduler.policy
-            step_log.config(asdict(scheduler.config), {"name": type(policy).__name__.lower(), **asdict(policy)})
 
     @classmethod
     def from_pretrained(
@@ -168,7 +156,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to deliver, surplus steps in flight included."""
-        kept = itertools.chain(self._samples.undelivered, self._unagreed_ids())
+        kept = itertools.chain(self._samples.undelivered, (request.id for request in self._loop.unagreed))
         waiting = any(request_id not in self._streamed for request_id in kept)
         return self.scheduler.has_unfinished or self.scheduler.num_in_flight > 0 or waiting
 
@@ -215,10 +203,10 @@ class Engine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
-        token_ids = self.tokenizer.prompt_ids(prompt) if self.tokenizer is not None else _ids_without_tokenizer(prompt)
+        token_ids = prompt_ids(prompt, self.tokenizer)
         if self.tokenizer is None and (params.stop or stream_text):
             raise ValueError("stop needs text, and this checkpoint has no tokenizer")
-        self._check_ids(params)
+        check_ids(params, self.scheduler.config.vocab_size)
         if not isinstance(request_id, str | None):
             raise ValueError(f"request_id must be a text, not {request_id!r}")
         number = None
@@ -232,7 +220,7 @@ class Engine:
         wanted = range(params.n) if samples is None else list(samples)
         if not wanted or not all(j in range(params.n) for j in wanted):
             raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {wanted}")
-        if not _is_output_len(output_len):
+        if not is_output_len(output_len):
             raise ValueError(f"output_len must be a whole number, at least 1, or None, not {output_len!r}")
         seeds = [sample_seed(request_id, params.seed, j, self._seed) for j in wanted]
         requests = [
@@ -241,14 +229,9 @@ class Engine:
         ]
         try:
             with DeferredInterrupt():
-                self.scheduler.add(requests)
-                if self._leader is not None:
-                    self._leader.add(requests)
-                self._samples.add(requests, stream_text=stream_text)
+                self._loop.add(requests, stream_text=stream_text)
                 # Only now: a refusal must not change the ids, and so the random streams, of those after it.
                 self._num_made_ids = self._num_made_ids if number is None else number + 1
-                if self._log is not None:
-                    self._log.add(requests)
         except KeyboardInterrupt:
             # The caller never learns that the request is there.
             self._forget(request_id)
@@ -265,11 +248,7 @@ class Engine:
             TPError: another rank is lost, failed or disagrees, and that was not known before.
         """
         with DeferredInterrupt():
-            self._agree()
-            undone = [replace(end, reason=FinishReason.ABORT) for end in self._undone if end.request.id == request_id]
-            self._undone = [end for end in self._undone if end.request.id != request_id]
-            ended = (*undone, *self._end(request_id, None, FinishReason.ABORT))
-            outputs = [self._samples.output(end) for end in ended]
+            outputs = [self._samples.output(end) for end in self._loop.abort(request_id)]
             self._samples.drop_updates(request_id, {output.sample for output in outputs})
         return outputs
 
@@ -277,21 +256,14 @@ class Engine:
         """End requests that nobody waits for any more; what they have is given to nobody."""
         with DeferredInterrupt():
             for request_id in request_ids:
-                self._end(request_id, None, FinishReason.ABORT)
+                self._loop.forget(request_id)
                 self._streamed.discard(request_id)
-                self._undone = [end for end in self._undone if end.request.id != request_id]
             self._samples.forget(request_ids)
 
     def _is_taken(self, request_id: str) -> bool:
         if request_id in self._samples.undelivered or self.scheduler.is_live(request_id):
             return True
-        ends = (end.request for brought in self._unagreed for end in brought.finished)
-        return any(request.id == request_id and self._samples.is_current(request) for request in ends)
-
-    def _unagreed_ids(self) -> Iterator[str]:
-        """The requests that there will be updates for once the other ranks agree."""
-        for brought in self._unagreed:
-            yield from (request.id for request in brought.requests if self._samples.is_current(request))
+        return any(request.id == request_id for request in self._loop.unagreed_ends)
 
     def settle(self) -> list[SampleUpdate]:
         """What has come so far and was not delivered, without a step; before the caller ends what is unfinished.
@@ -300,7 +272,7 @@ class Engine:
             TPError: as for ``step``.
         """
         with DeferredInterrupt():
-            self._agree()
+            self._loop.agree()
         return self._take_undelivered()
 
     # The loop
@@ -316,11 +288,11 @@ class Engine:
                 advanced; the next ``step`` goes on once they are aborted.
             TPError: another rank is lost, failed or disagrees (``TPDesyncError``).
         """
-        return self._next_updates(self._advance)
+        return self._next_updates(self._loop.advance)
 
     def run_step(self) -> list[SampleUpdate]:
         """``step`` that ends requests with NaN logits as ``error`` and goes on with the others."""
-        return self._next_updates(self._advance_past_errors)
+        return self._next_updates(self._loop.advance_past_errors)
 
     def generate(
         self,
@@ -342,8 +314,8 @@ class Engine:
         Raises:
             ValueError: a prompt or its parameters are refused (the message says which); none is generated then.
         """
-        batch = _prompt_list(prompts)
-        all_params = _params_list(sampling_params, len(batch))
+        batch = prompt_list(prompts)
+        all_params = params_list(sampling_params, len(batch))
         ids: list[str] = []
         finished: dict[str, dict[int, CompletionOutput]] = {}
         num_samples = 0
@@ -416,17 +388,7 @@ class Engine:
             weights = checkpoint_folder(weights)
         elif not isinstance(weights, Mapping):
             raise ValueError(f"weights must be a state dict or a checkpoint folder, not {type(weights).__name__}")
-        while self._held is not None or self.scheduler.num_in_flight:
-            self._collect()
-        with DeferredInterrupt():
-            self._agree()
-            if self._leader is None:
-                self.executor.load_weights(weights)
-            else:
-                self._leader.load_weights(weights)
-            self.scheduler.change_weights()
-            if self._log is not None:
-                self._log.change_weights(self.scheduler.weight_version)
+        self._loop.load_weights(self.executor, weights)
         return self.scheduler.weight_version
 
     def metrics(self) -> dict[str, int | float]:
@@ -455,131 +417,9 @@ class Engine:
 
         May be called again, as after a Ctrl-C; from a copy of the process that made the engine it ends no ranks.
         """
-        if self._leader is not None:
-            self._leader.close()
-            self._undo()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._loop.close()
 
     # Inside
-
-    def _advance(self) -> None:
-        """Fill the pipeline, wait for its oldest step and take its result in; nothing happens if there is none.
-
-        New updates are in ``_samples`` afterwards. Books change under a ``DeferredInterrupt``, so that a Ctrl-C
-        falls between steps or into the executor's work, which is then abandoned. With other ranks it falls between
-        steps: they can't be left alone in the middle of one. A second one in the same step ends them at once.
-        """
-        scheduler = self.scheduler
-        with DeferredInterrupt() if self._leader is not None else nullcontext():
-            if self._unagreed and not scheduler.has_unfinished and not scheduler.num_in_flight:
-                self._agree()
-                return
-            with self._abandoning():
-                if self._held is None:
-                    while scheduler.num_in_flight < scheduler.config.depth and (plan := self._plan()) is not None:
-                        with self._computing():
-                            self.executor.submit(plan)
-            if self._held is not None or scheduler.num_in_flight:
-                self._collect()
-
-    def _collect(self) -> None:
-        """Wait for the oldest step in flight, unless its result is held already, and take it in."""
-        with self._abandoning():
-            if self._held is None:
-                with self._computing():
-                    self._held = self.executor.collect()
-            with DeferredInterrupt():
-                self._commit(self._held)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Around the executor's work, in which other ranks take part."""
-        with self._leader.computing() if self._leader is not None else nullcontext():
-            yield
-
-    def _agree(self) -> None:
-        """Make sure that the other ranks agree to all that was committed, so that it can be handed out."""
-        if self._unagreed and self._leader is not None:
-            with self._abandoning():
-                self._leader.agree()
-            self._release()
-
-    def _release(self) -> None:
-        """Take in what the other ranks have agreed to."""
-        agreed, self._unagreed = self._unagreed, []
-        for brought in agreed:
-            self._samples.take_in(brought)
-        if self._log is not None:
-            self._log.release()
-
-    def _undo(self) -> None:
-        """Drop what the other ranks will never agree to."""
-        self._undone += [end for brought in self._unagreed for end in brought.finished]
-        self._unagreed.clear()
-
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Give up whatever is in flight if it fails; sequences keep their committed tokens and start again.
-
-        With other ranks that is the end of them: where in the step each of them is can't be known.
-        """
-        try:
-            yield
-        except NonFiniteLogitsError:
-            raise
-        except BaseException as error:
-            with DeferredInterrupt():
-                self._held = None
-                self.executor.abandon()
-                self.scheduler.abandon()
-                if self._log is not None:
-                    self._log.drop()
-                    self._log.abandon()
-            if self._leader is not None:
-                failure = self._leader.fail(error)
-                self._undo()
-                if failure is not error:
-                    raise failure from error
-            raise
-
-    def _plan(self) -> StepPlan | None:
-        with DeferredInterrupt():
-            plan = self.scheduler.plan()
-            if self._log is not None:
-                self._log.plan(plan)
-            if self._leader is not None:
-                self._leader.plan(plan)
-                if plan is not None:
-                    self._release()
-        return plan
-
-    def _commit(self, result: StepResult) -> None:
-        commit = self.scheduler.commit(result)
-        self._held = None
-        if self._log is not None:
-            self._log.commit(result, is_agreed=self._leader is None or not self._leader.is_verifying)
-        if self._leader is not None:
-            self._leader.commit(result)
-        self._keep(Brought(result.payload, commit.accepted, commit.finished))
-
-    def _advance_past_errors(self) -> None:
-        """``_advance`` that ends requests whose logits hold a NaN; the next call goes on with the others."""
-        try:
-            self._advance()
-        except NonFiniteLogitsError as error:
-            with DeferredInterrupt():
-                for request in error.requests:
-                    ended = self._end(request.id, request.sample, FinishReason.ERROR)
-                    self._keep(Brought(None, (), ended))
-
-    def _keep(self, brought: Brought) -> None:
-        """Take in what came, at once or as soon as the other ranks agree to it."""
-        if self._leader is None or not self._leader.is_verifying:
-            self._samples.take_in(brought)
-        else:
-            self._unagreed.append(brought)
 
     def _next_updates(self, advance: Callable[[], None]) -> list[SampleUpdate]:
         """Updates that wait to be delivered, or else what one more step brings."""
@@ -593,63 +433,10 @@ class Engine:
         """Updates of some requests: those that wait to be delivered, or else what one more step brings."""
         undelivered = self._samples.undelivered
         if undelivered.keys().isdisjoint(request_ids):
-            self._advance_past_errors()
+            self._loop.advance_past_errors()
         return self._samples.take_updates([request_id for request_id in undelivered if request_id in request_ids])
 
     def _take_undelivered(self) -> list[SampleUpdate]:
         """Updates that nobody has been given yet, in order within each request, but for those a stream will ask for."""
         ids = [request_id for request_id in self._samples.undelivered if request_id not in self._streamed]
         return self._samples.take_updates(ids)
-
-    def _end(self, request_id: str, index: int | None, reason: FinishReason) -> list[Finished]:
-        """End samples from outside; the plan in flight drops their rows."""
-        with DeferredInterrupt():
-            ended = self.scheduler.abort(request_id, index, reason)
-            if ended and self._log is not None:
-                self._log.abort(request_id, index, reason.value)
-            if ended and self._leader is not None:
-                self._leader.abort(request_id, index, reason)
-            return ended
-
-    def _check_ids(self, params: SamplingParams) -> None:
-        vocab_size = self.scheduler.config.vocab_size
-        if vocab_size is None:
-            return
-        biased = [token_id for token_id, _ in params.biases]
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", biased)):
-            for token_id in ids:
-                if token_id >= vocab_size:
-                    raise ValueError(f"{name} holds {token_id}, outside the vocabulary, 0 to {vocab_size - 1}")
-        for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if number is not None and number > vocab_size:
-                raise ValueError(f"{name} must be at most the vocabulary's size, {vocab_size}, not {number}")
-
-
-def _ids_without_tokenizer(prompt: Prompts) -> list[int]:
-    if isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt):
-        raise ValueError("this checkpoint has no tokenizer.json, so the prompt must be prompt_token_ids")
-    return token_ids_of(prompt)
-
-
-def _is_output_len(value: int | None) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-
-
-def _prompt_list(prompts: Prompts | Sequence[Prompts]) -> list[Prompts]:
-    if isinstance(prompts, str | Mapping) or (
-        isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], int)
-    ):
-        return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts must be one prompt or a list of prompts, not {type(prompts).__name__}")
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or len(params) != count:
-        raise ValueError(
-            f"sampling_params must be one for all prompts or one for each, not {params!r:.60} for {count} prompts"
-        )
-    return list(params)

@@ -8,9 +8,9 @@ from collections import Counter
 
 import torch
 
+from paged.consensus import Leader
 from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
 from paged.kernels.peer_memory import SIZES
-from paged.runner.consensus import Leader
 from paged.runner.launched import Launch
 from paged.runner.ranks import START_S, Ranks, make_group, serve_store
 

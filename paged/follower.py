@@ -69,8 +69,8 @@ def _serve(link: Link) -> None:
         with link.beating(BEAT_S):
             import torch
 
+            from paged.consensus import Follower
             from paged.engine_parts import build_parts, warm_up
-            from paged.runner.consensus import Follower
             from paged.runner.ranks import START_S, make_group, reach_store
 
             link.send(platform.node())

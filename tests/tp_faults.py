@@ -45,8 +45,8 @@ def seed_by_rank(patch: pytest.MonkeyPatch) -> None:
 
 def constant_statement(patch: pytest.MonkeyPatch) -> None:
     """Every rank says the same, whatever it plans and has committed."""
+    from paged import consensus
     from paged.core.agreement import Statement
-    from paged.runner import consensus
 
     patch.setattr(consensus, "statement_of", lambda plan, events: Statement(0, b"", b"", b"", b""))
 
@@ -58,7 +58,7 @@ def constant_statement_and_seed_by_rank(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_compared(patch: pytest.MonkeyPatch) -> None:
     """Statements are exchanged, and nobody looks at them."""
-    from paged.runner import consensus
+    from paged import consensus
 
     patch.setattr(consensus, "difference", lambda statements: None)
 
@@ -75,7 +75,7 @@ def other_chunks(patch: pytest.MonkeyPatch) -> None:
 
 def other_requests(patch: pytest.MonkeyPatch) -> None:
     """Other ranks take in requests with another seed."""
-    from paged.runner.consensus import Follower
+    from paged.consensus import Follower
 
     add = Follower.add
 
@@ -90,7 +90,7 @@ def other_requests(patch: pytest.MonkeyPatch) -> None:
 
 def lost_request(patch: pytest.MonkeyPatch) -> None:
     """Other ranks never hear of a request."""
-    from paged.runner.consensus import Follower
+    from paged.consensus import Follower
 
     patch.setattr(Follower, "add", lambda self, requests: reach(_rank(self)))
 
@@ -204,7 +204,7 @@ def _in_step(patch: pytest.MonkeyPatch, act: Any) -> None:
 
 
 def _of_followers(patch: pytest.MonkeyPatch, name: str, act: Any) -> None:
-    from paged.runner.consensus import Follower
+    from paged.consensus import Follower
 
     method = getattr(Follower, name)
 

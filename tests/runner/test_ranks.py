@@ -13,14 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paged.core.agreement import Ledger, TPError
-from paged.core.plan import StepResult
-from paged.core.prompt import Prompt
-from paged.core.request import Request, SamplingParams
-from paged.runner.consensus import Leader, _Watch, note_commit
+from paged.core.agreement import TPError
 from paged.runner.links import Failure, Link, pack
-from paged.runner.payload import PromptScore, StepPayload, Stop
 from paged.runner.ranks import Ranks, _Peer
+from paged.runner.watch import Watch
 
 
 @pytest.fixture
@@ -106,9 +102,9 @@ class Card:
         self.aborted.set()
 
 
-def watch_over(ranks: Ranks, limit_s: float) -> tuple[_Watch, Card]:
+def watch_over(ranks: Ranks, limit_s: float) -> tuple[Watch, Card]:
     card: Any = Card()
-    return _Watch(ranks, card, torch.device("cuda"), limit_s), card
+    return Watch(ranks, card, torch.device("cuda"), limit_s), card
 
 
 def test_on_cards_a_rank_that_is_gone_ends_what_has_no_limit(pair: tuple[Ranks, Link]) -> None:
@@ -130,43 +126,3 @@ def test_on_cards_a_step_has_a_limit(pair: tuple[Ranks, Link]) -> None:
     with pytest.raises(TPError, match=said), watch.watching(is_limited=True):
         assert card.aborted.wait(5)
     watch.stop()
-
-
-def test_engines_that_overlap_leave_the_number_of_threads_as_it_was() -> None:
-    def lead(num_threads: int) -> Leader:
-        card: Any = Card()
-        return Leader(Ranks([]), card, torch.device("cpu"), is_verifying=True, limit_s=1, num_threads=num_threads)
-
-    before = torch.get_num_threads()
-    first, second = lead(before + 1), lead(before + 2)
-    assert torch.get_num_threads() == before + 2
-    first.close()
-    first.close()
-    assert torch.get_num_threads() == before + 2, "the second one's"
-    third = lead(before + 3)
-    third.close()
-    assert torch.get_num_threads() == before + 2, "the second one's again"
-    second.close()
-    assert torch.get_num_threads() == before
-
-
-REQUEST = Request("a", 0, Prompt([3, 1]), SamplingParams(), seed=1, max_tokens=7)
-
-
-def digest(alternative: int = 7, reason: int | str | None = None) -> bytes:
-    payload = StepPayload(
-        tokens=[5],
-        logprobs=[-0.5],
-        behavior_logprobs=[-0.5],
-        top_logprobs={},
-        stops={0: Stop(reason, is_token=True)},
-        scores=[(REQUEST, 0, [PromptScore(3, -1.0, ([alternative], [-1.0]))])],
-    )
-    ledger = Ledger()
-    note_commit(ledger, StepResult(0, [5], [True], [], 0.0, 0.0, payload))
-    return ledger.digest
-
-
-def test_alternatives_and_stop_reasons_count_in_the_digest() -> None:
-    assert digest() == digest()
-    assert len({digest(), digest(alternative=8), digest(reason="x"), digest(reason=5)}) == 4
