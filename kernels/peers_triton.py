@@ -418,7 +418,7 @@ def _marked_kernel(
     # Everything that must come before words can go is on its way at once. Others' memory is the farthest.
     peers = ()
     for step in tl.static_range(SIZE):
-        peers = peers + (tl.load(peer_pointer + (rank + 1 + step) % SIZE),)  # noqa: RUF005
+        peers = peers + (tl.load(peer_pointer + (rank + 1 + step) % SIZE),)  # type: ignore[assignment]  # noqa: RUF005
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
