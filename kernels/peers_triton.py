@@ -385,9 +385,8 @@ def _advance(counter_pointer, epoch, NUM_COUNTERS: tl.constexpr):
     """Leave the epoch in all counters that are this program's in this launch."""
     # Threads that wait for different words do not wait for each other: the last may have yet to read the counter.
     tl.debug_barrier()
-    index_N = tl.arange(0, NUM_COUNTERS)
-    is_own_N = index_N % tl.num_programs(0) == tl.program_id(0)
-    tl.store(counter_pointer + index_N, epoch, mask=is_own_N)
+    index_N = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, NUM_COUNTERS)
+    tl.store(counter_pointer + index_N, epoch, mask=index_N < NUM_COUNTERS)
 
 
 @triton.jit
@@ -416,20 +415,26 @@ def _marked_kernel(
     IS_DEPENDENT: tl.constexpr,
 ):
     """Sum (or gather, for BITS 0) words that travel with their epoch."""
+    # Everything that must come before words can go is on its way at once. Others' memory is the farthest.
+    peers = ()
+    for step in tl.static_range(SIZE):
+        peers = peers + (tl.load(peer_pointer + (rank + 1 + step) % SIZE),)  # type: ignore[assignment]  # noqa: RUF005
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
+    word_B = program * BLOCK + tl.arange(0, BLOCK)
+    x_B = tl.load(x_pointer + word_B, mask=word_B < num_words, other=0)
     epoch = tl.load(counter_pointer + program) + 1
     half = (epoch % 2) * (SIZE * MOST_WORDS * 16)
-    for first in range(program * BLOCK, num_words, num_programs * BLOCK):
-        word_B = first + tl.arange(0, BLOCK)
+    for _ in range(program * BLOCK, num_words, num_programs * BLOCK):
         is_word_B = word_B < num_words
-        x_B = tl.load(x_pointer + word_B, mask=is_word_B, other=0)
         for step in tl.static_range(SIZE):
-            peer = tl.load(peer_pointer + (rank + step) % SIZE)
             # What nobody waits for is not sent: it could come when the buffer is another engine's.
-            _send_marked(peer + half + (rank * MOST_WORDS + word_B) * 16, x_B, epoch, is_word_B.to(tl.int32))
+            place_B = peers[step] + half + (rank * MOST_WORDS + word_B) * 16
+            _send_marked(place_B, x_B, epoch, is_word_B.to(tl.int32))
+        word_B += num_programs * BLOCK
+        x_B = tl.load(x_pointer + word_B, mask=word_B < num_words, other=0)
     for first in range(program * BLOCK, num_words, num_programs * BLOCK):
         word_B = first + tl.arange(0, BLOCK)
         is_word_B = word_B < num_words

@@ -5,7 +5,8 @@
 Ends with exit code 1 and a line for every kind of exchange that gave a wrong bit; with 2 if nothing came to an end for
 so long that ranks must hang. A process of its own, because streams must not share the queues of the card, which is said
 before CUDA starts. Between two exchanges of a rank there is a kernel that is not a dependent one: of a row of those,
-each lets the next onto the card at once, and one rank's would leave no room for another's, which they wait for.
+each lets the next onto the card at once, and one rank's would leave no room for another's, which they wait for. And
+whatever is launched was launched before, when nothing waited: to load a kernel, CUDA waits for those that run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 
@@ -35,6 +38,8 @@ LARGE = ((200, 4096), (1, 2_000_003), (5, 151_936))
 # Programs of all ranks must be on the card at once, or some would wait for those that never come.
 MOST_PROGRAMS = 16
 DELAYS = (1000, 20_000, 200_000)
+# What torch may keep for the results of a stream.
+STREAM_BYTES = 2**28
 # Longest time between two looks at the card.
 LIMIT_S = 20.0
 
@@ -99,19 +104,27 @@ class Ranks:
             memory.most_programs = number
 
     def load(self, exchanges: list[Exchange]) -> None:
-        """Build and load all kernels and let streams have memory, with nothing waited for.
+        """Build and load all kernels and let streams have memory.
 
         Both may wait for kernels that run.
         """
+        with self.waiting_for_nothing():
+            for rank, stream in enumerate(self.streams):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(DELAYS[0])
+                    torch.empty(STREAM_BYTES, dtype=torch.uint8, device=CARD)
+                    for exchange in exchanges:
+                        self.at = f"load {exchange}"
+                        self.check(rank, exchange.run(self.groups[rank], exchange.parts[rank]), exchange.expected)
+                        self.wait()
+
+    @contextmanager
+    def waiting_for_nothing(self) -> Iterator[None]:
+        """While entered, ranks compute what means nothing, and it is not counted."""
         self.wait()
         for memory in self.memories:
             memory.stop()
-        for exchange in exchanges:
-            self.at = f"load {exchange}"
-            for rank, group in enumerate(self.groups):
-                with torch.cuda.stream(self.streams[rank]):
-                    self.check(rank, exchange.run(group, exchange.parts[rank]), exchange.expected)
-            self.wait()
+        yield
         self.wrong()
         for memory in self.memories:
             memory._stop.zero_()
@@ -182,7 +195,11 @@ def replay(ranks: Ranks, exchanges: list[Exchange], rng: random.Random, until_s:
             sign.neg_()
         graphs.append(graph)
         signs.append(sign)
-    ranks.wait()
+    ranks.at = "first replays"
+    with ranks.waiting_for_nothing():
+        for graph, stream in zip(graphs, ranks.streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
     replays = 0
     ranks.at = "graphs"
     while time.monotonic() < until_s:

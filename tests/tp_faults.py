@@ -153,7 +153,7 @@ def cannot_load(patch: pytest.MonkeyPatch) -> None:
 def cannot_meet(patch: pytest.MonkeyPatch) -> None:
     """Another rank meets an error where the ranks form their group."""
 
-    def meet(rank: int, *args: Any) -> Any:
+    def meet(rank: int, *args: Any, **named: Any) -> Any:
         reach(rank)
         raise RuntimeError("planted")
 

@@ -32,7 +32,8 @@ class Watch:
         ranks: the other ranks.
         group: what carries their tensors.
         device: this rank's.
-        limit_s: seconds that a step on cards, or an exchange on the CPU, may take.
+        limit_s: seconds that an exchange on the CPU may take; on cards, in which this rank may launch none during a
+            step. It may build kernels between them for longer.
     """
 
     def __init__(self, ranks: Ranks, group: RankGroup, device: torch.device, limit_s: float) -> None:
@@ -117,10 +118,10 @@ class Watch:
                 time.sleep(TICK_S)
 
     def _waits_for(self) -> tuple[int, int] | None:
-        """What a limit holds for now: the step, on the CPU the exchange."""
+        """What a limit holds for now: a step's latest exchange, on cards also after it was launched."""
         if not (self._is_entered and self._is_limited and (self._is_on_card or self._group.is_exchanging)):
             return None
-        return self._num_entered, 0 if self._is_on_card else self._group.num_collectives
+        return self._num_entered, self._group.num_collectives
 
     def _hear(self) -> None:
         """Take note of signals, and hand them on to whoever else wants to know of them."""

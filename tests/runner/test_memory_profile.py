@@ -7,6 +7,7 @@ import torch
 
 from paged.core.memory import GIB
 from paged.engine_config import EngineConfig
+from paged.kernels.numerics import Numerics
 from paged.runner import memory_profile
 from paged.runner.kv_cache import KVCache
 from paged.runner.memory_profile import (
@@ -54,6 +55,16 @@ def test_what_others_hold_is_theirs() -> None:
     assert before.context(card(free=17 * GIB - 70)) == MOST_CONTEXT_BYTES + 70
     # Tensors of another engine in the same process are no less in the way.
     assert card(free=20 * GIB, reserved=4 * GIB, allocated=3 * GIB).others == 3 * GIB
+
+
+def test_processes_of_ours_that_share_a_card_are_not_others() -> None:
+    """Nobody knows which of them has how much of what lies outside the allocators: each counts as the most."""
+    taken = 3 * MOST_CONTEXT_BYTES
+    before = replace(card(free=24 * GIB - taken), num_sharing=3)
+    assert before.others == 0
+    assert replace(card(free=24 * GIB - taken - 5 * GIB), num_sharing=3).others == 5 * GIB
+    after = replace(card(free=14 * GIB - taken, reserved=GIB, allocated=GIB), num_sharing=3)
+    assert before.context(after) == MOST_CONTEXT_BYTES
 
 
 def test_a_share_that_others_hold_is_refused_with_what_is_left() -> None:
@@ -149,6 +160,29 @@ def test_an_engine_s_steps_are_measured_at_its_own_limits(monkeypatch: pytest.Mo
     # 0.9 of 24 GiB less 2 GiB of weights, in tokens of 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes.
     most = (int(0.9 * 24 * GIB) - 2 * GIB) // 256
     assert asked == [LIMITS, replace(LIMITS, pool_tokens=most)]
+
+
+@pytest.mark.parametrize("num_sharing", [1, 4])
+def test_ranks_that_share_a_card_get_equal_parts_of_it(num_sharing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged import engine_parts
+
+    shares: list[float] = []
+
+    def measured(decoder: object, kv_dtype: object, before: object, config: EngineConfig, limit: int) -> MemoryProfile:
+        shares.append(config.gpu_memory_utilization)
+        return replace(PROFILE, device_bytes=MIB)
+
+    monkeypatch.setattr(CardMemory, "read", lambda device, number: replace(card(free=24 * GIB), num_sharing=number))
+    monkeypatch.setattr(engine_parts, "random_decoder", lambda *args, **fields: random_decoder())
+    monkeypatch.setattr(engine_parts, "_measured", measured)
+    monkeypatch.setattr(engine_parts, "KVCache", lambda *args, dtype, device: KVCache(*args, dtype=dtype, device=CPU))
+    monkeypatch.setattr(Numerics, "numerics_id", lambda self, **what: "")
+    config = EngineConfig(weights="dummy", block_size=4, max_num_seqs=100, gpu_memory_utilization=0.8, dtype="float32")
+    blueprint = engine_parts.Blueprint(spec=SPEC, folder=None, config=config.resolved(CPU))
+    parts = engine_parts.build_parts(blueprint, torch.device("cuda"), num_sharing=num_sharing)
+    assert shares == [0.8 / num_sharing]
+    # All but the cache takes 402 bytes; a token 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes.
+    assert parts.runner.cache.num_blocks == (int(0.8 / num_sharing * MIB) - 402) // (4 * 256)
 
 
 def test_a_summary_has_the_plan_beside_what_was_measured() -> None:

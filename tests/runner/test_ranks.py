@@ -93,6 +93,7 @@ class Card:
 
     def __init__(self) -> None:
         self.process_group = self
+        self.num_collectives = 0
         self.aborted = threading.Event()
 
     def abort(self) -> None:
@@ -114,6 +115,19 @@ def test_on_cards_a_rank_that_is_gone_ends_what_has_no_limit(pair: tuple[Ranks, 
         assert not card.aborted.wait(1.5), "there is no limit"
     with pytest.raises(RuntimeError, match="a rank is gone"), watch.watching(is_limited=False):  # noqa: PT012
         other.close()
+        assert card.aborted.wait(5)
+    watch.stop()
+
+
+def test_on_cards_a_step_may_take_longer_while_exchanges_are_launched(pair: tuple[Ranks, Link]) -> None:
+    """The first steps build kernels."""
+    ranks, _ = pair
+    watch, card = watch_over(ranks, 1.0)
+    until_s = time.monotonic() + 2.5
+    with pytest.raises(TPError), watch.watching(is_limited=True):  # noqa: PT012
+        while time.monotonic() < until_s:
+            card.num_collectives += 1
+            assert not card.aborted.wait(0.1)
         assert card.aborted.wait(5)
     watch.stop()
 
