@@ -234,7 +234,9 @@ def _multiply(
     done = 0
     for tile in range(gl.program_id(0), gl.cdiv(num_columns, COLUMNS), gl.num_programs(0)):
         acc_CR = gl.zeros([OPERAND, ROWS], gl.float32, MMA)
-        for step in range(done, done + num_steps):
+        # The range must not begin with `done`: Triton 3.6 takes that for the zero of the first tile.
+        for tile_step in range(num_steps):
+            step = done + tile_step
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), step // STAGES & 1)
             for block in gl.static_range(BLOCKS):

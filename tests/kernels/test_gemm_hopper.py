@@ -28,7 +28,8 @@ REFERENCE = Tiling(16, 32, 64, False, 4, 3)
 @pytest.mark.parametrize("num_processors", [132, 114, 1])
 def test_tilings_fit_the_card_and_cover_the_product(num_processors: int) -> None:
     """Shared memory is 227 KiB a processor; a tile is at most two boxes of 2^n rows."""
-    sizes = ((1, 8, 9, 16, 17, 33, 64), (8, 100, 1024, 3072, 6144, 24576, 151936), (8, 1024, 4096, 12288))
+    num_columns = (8, 100, 1024, 2048, 3072, 4096, 6144, 12288, 24576, 75968, 151936)
+    sizes = ((1, 8, 9, 16, 17, 33, 64), num_columns, (8, 1024, 2048, 3072, 4096, 6144, 12288))
     for rows, columns, inner in itertools.product(*sizes):
         tiling = tiling_for(rows, columns, inner, num_processors)
         assert rows <= tiling.rows <= MAX_ROWS
@@ -42,8 +43,14 @@ def test_tilings_fit_the_card_and_cover_the_product(num_processors: int) -> None
         assert tiling.stages <= max(2, num_steps)
         # Where there is enough to load, much is on its way.
         assert tiling.stages == max(2, num_steps) or tiling.shared_bytes > 160 * 1024 or tiling.stages == 16
-        # Room is left for the kernels that run between products.
+        # Room is left for the kernels that run between products, and for 16 bytes of barriers a stage.
         assert tiling.shared_bytes <= 200 * 1024
+        # The last operand ends where the ring does, in rows of 128 bytes.
+        num_blocks = tiling.stages * tiling.blocks
+        ring_rows = tiling.shared_bytes // 128 - num_blocks * tiling.rows
+        assert (num_blocks - 1) * tiling.columns + tiling.operand_rows == ring_rows
+        # As much as a barrier counts.
+        assert tiling.blocks * (tiling.rows + tiling.columns) * 128 < 1 << 20
 
 
 def test_the_copy_engine_takes_multiples_of_16_bytes() -> None:
@@ -96,7 +103,7 @@ def test_products_that_suit_are_the_hopper_kernels(monkeypatch: pytest.MonkeyPat
 
     def counted(x: torch.Tensor, *rest: object, **options: object) -> None:
         made.append(x.shape[0])
-        gemm_hopper(x, *rest, **options)  # type: ignore[arg-type]
+        gemm_hopper(x, *rest, **options)
 
     monkeypatch.setattr(gemm_module, "gemm_hopper", counted)
     x, weight = cancelling_numbers(65, 512, 1024, torch.bfloat16, DEVICE, seed=0)
@@ -114,9 +121,12 @@ def test_products_that_suit_are_the_hopper_kernels(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("num_rows", [1, 64])
-@pytest.mark.parametrize("size", [256, 1024, 4096])
-def test_a_chain_of_dependent_launches_keeps_its_order(num_rows: int, size: int) -> None:
-    """Each kernel begins while the one before works; the graph's memory is used again and again."""
+@pytest.mark.parametrize(("size", "num_programs"), [(256, 1), (1024, 3), (4096, 132)])
+def test_a_chain_of_dependent_launches_keeps_its_order(
+    num_rows: int, size: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kernel begins while the one before works, with several tiles a program or one; memory is used again."""
+    monkeypatch.setattr(hopper_module, "num_sms", lambda device: num_programs)
     weights = [torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) / size**0.5 for _ in range(6)]
     norm_weight = torch.ones(size, device=DEVICE, dtype=torch.bfloat16)
     x = torch.randn(num_rows, size, device=DEVICE, dtype=torch.bfloat16)
