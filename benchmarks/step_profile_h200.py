@@ -42,7 +42,13 @@ KINDS = ("gemm", "attention", "rowwise", "exchange", "sampling", "copies", "othe
 # Modules of kernels by the kind of what they compute.
 MODULES = {
     "gemm": ("gemm", "gemm_hopper", "moe_triton"),
-    "attention": ("attention_hopper", "attention_hopper_decode", "attention_triton", "kv_cache_triton"),
+    "attention": (
+        "attention_hopper",
+        "attention_hopper_decode",
+        "attention_hopper_fold",
+        "attention_triton",
+        "kv_cache_triton",
+    ),
     "rowwise": ("rowwise_triton",),
     "exchange": ("peers_triton",),
     "sampling": ("sampling_triton", "sampling_cut_triton", "sampling_adjust_triton"),

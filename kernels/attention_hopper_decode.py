@@ -269,9 +269,11 @@ def _attend(
         total_R = gl.max(total_RW, 1)
         if place >= 0:
             place_R = place.to(gl.int64) * NUM_SHARED + shared_R
-            gl.store(tops_ptr + place_R, top_R, is_head_R)
-            gl.store(totals_ptr + place_R, total_R, is_head_R)
-            gl.store(sums_ptr + (place_R * HEAD_DIM)[:, None] + dim_D[None], sum_RD, is_head_R[:, None])
+            # Keys and values stream through the second-level cache; what the fold will read is to outlast them there.
+            sum_ptr_RD = sums_ptr + (place_R * HEAD_DIM)[:, None] + dim_D[None]
+            gl.store(tops_ptr + place_R, top_R, is_head_R, eviction_policy="evict_last")
+            gl.store(totals_ptr + place_R, total_R, is_head_R, eviction_policy="evict_last")
+            gl.store(sum_ptr_RD, sum_RD, is_head_R[:, None], eviction_policy="evict_last")
         else:
             place_R = (-1 - place).to(gl.int64) * NUM_SHARED + shared_R
             out_RD = (sum_RD / total_R[:, None]).to(keys.dtype)

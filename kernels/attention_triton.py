@@ -25,6 +25,7 @@ import triton.language as tl
 from paged.kernels import attention_hopper, attention_hopper_decode
 from paged.kernels.attention_hopper import chunk_attention_hopper, suits_hopper
 from paged.kernels.attention_hopper_decode import decode_items_hopper, suits_hopper_decode
+from paged.kernels.attention_hopper_fold import fold_splits_hopper
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.launch import is_dependent, num_sms, options
@@ -157,7 +158,11 @@ def decode_attention(
         )
     if work.most_splits == 0:
         return
-    splits, width = FOLDS[work.most_splits > 1 + FOLDS[0][0]]
+    has_many = work.most_splits > 1 + FOLDS[0][0]
+    if has_many and suits_hopper_decode(q_THD.shape[1], cache, q_THD.dtype, numerics):
+        fold_splits_hopper(sums_IHD, tops_IH, totals_IH, work.rows_N3, out_THD, factor=scale * LOG2_E)
+        return
+    splits, width = FOLDS[has_many]
     width = min(head_dim, width)
     _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width)](
         sums_IHD,

@@ -36,7 +36,7 @@ class DecodeWork:
         items_I4: int32, one split, or a whole row whose splits one program folds: its sequence's row of the block
             tables, row of the step, number of the split or ``WHOLE``, keys of the row. A row's splits adjoin, in order.
         rows_N3: int32, one row that is not whole: row of the step, its first item, number of its items. If all three
-            are negative there is none.
+            are negative there is none, nor is there one after it.
         num_items_1: int32 [1], how many of the items count.
         most_splits: about the most items that a row of ``rows_N3`` has; a launch is built for it, no bits hang on it.
             0: there are no such rows.
