@@ -97,7 +97,7 @@ def _devices(device: torch.device, size: int, launch: Launch | None) -> list[tor
     num_local = size if launch is None else launch.num_local
     num_cards = torch.cuda.device_count()
     if num_cards < num_local and (num_local < size or size not in SIZES):
-        unless = "" if num_local < size else f" (or {', '.join(map(str, SIZES))}: ranks then share GPUs)"
+        unless = "" if num_local < size else f" (or {' or '.join(map(str, SIZES))}: ranks then share GPUs)"
         raise ValueError(
             f"tp must be at most the number of GPUs here, {num_cards}{unless}, not {size}; or use device=cpu"
         )

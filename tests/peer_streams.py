@@ -120,8 +120,9 @@ class Ranks:
 
     @contextmanager
     def waiting_for_nothing(self) -> Iterator[None]:
-        """While entered, ranks compute what means nothing, and it is not counted."""
+        """While entered, ranks compute what means nothing, and it is not counted; nothing has been counted before."""
         self.wait()
+        assert not any(map(int, self.num_wrong))
         for memory in self.memories:
             memory.stop()
         yield
@@ -141,6 +142,8 @@ class Ranks:
         counts = [int(count) for count in self.num_wrong]
         for count in self.num_wrong:
             count.zero_()
+        # The streams of the ranks do not wait for this one.
+        self.wait()
         return counts
 
 
@@ -233,13 +236,12 @@ def main(size: int, seconds: float) -> int:
             print(f"{exchange}: {wrong} elements are wrong", flush=True)
             failed = True
     small = [exchange for exchange in exchanges if exchange.expected.numel() < 2**21]
-    made = {
-        "exchanges": fuzz(ranks, small, rng, time.monotonic() + seconds / 2),
-        "replays": replay(ranks, small, rng, time.monotonic() + seconds / 2),
-    }
-    if any(wrong := ranks.wrong()):
-        print(f"late ranks and graphs: {wrong} elements are wrong")
-        failed = True
+    made = {}
+    for name, make in (("exchanges of late ranks", fuzz), ("replays", replay)):
+        made[name] = make(ranks, small, rng, time.monotonic() + seconds / 2)
+        if any(wrong := ranks.wrong()):
+            print(f"{name}: {wrong} elements are wrong", flush=True)
+            failed = True
     print(f"{size} ranks: {len(exchanges)} kinds once, {made}")
     return int(failed)
 

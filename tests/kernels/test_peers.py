@@ -118,7 +118,7 @@ def operands(size: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4])
 def test_sums_of_all_shapes(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(size, monkeypatch)
     groups = stage.groups()
@@ -304,12 +304,12 @@ def test_different_cards_share_nothing(driver: type[Driver], monkeypatch: pytest
 
 
 def test_three_ranks_share_nothing() -> None:
-    assert connect(0, 3, dist.HashStore(), CPU) == "the number of ranks is not 2, 4, 8"
+    assert connect(0, 3, dist.HashStore(), CPU) == "the number of ranks is not 2 or 4"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4])
 def test_the_kernels_of_all_ranks_on_one_card(size: int) -> None:
     """In a process of its own: streams must not wait for each other by accident, and a hang must end."""
     script = Path(__file__).parents[1] / "peer_streams.py"
