@@ -346,7 +346,8 @@ def _distribution(logits_RV: Tensor, columns: SamplingColumns) -> _Distribution:
     state = processed_RV, row_max_R, scaled_RV, nan_R, mass_R
     if rows is None:
         return _Distribution(*state, mass_R, None, nan_R)
-    keep_BV, kept_mass_B = _truncate(*(column.index_select(0, rows) for column in weighed), rows, columns)
+    processed_BV, row_max_B, inverse_B = (column.index_select(0, rows) for column in weighed)
+    keep_BV, kept_mass_B = _truncate(processed_BV, row_max_B, inverse_B, rows, columns)
     return _Distribution(*state, mass_R.index_copy(0, rows, kept_mass_B), rows, keep_BV)
 
 
@@ -494,7 +495,7 @@ def _sum_of_masses(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits
     """Sum over the row, int64 [R], a few rows at a time: the temporaries stay small, and integers add up the same."""
     rows = _tile_rows(logits_RV)
     tiles = zip(*(torch.split(column, rows) for column in (logits_RV, row_max_R, inverse_R)), strict=True)
-    sums = [integer_masses(*tile, bits).sum(1) for tile in tiles]
+    sums = [integer_masses(tile_RV, max_R, factor_R, bits).sum(1) for tile_RV, max_R, factor_R in tiles]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
