@@ -70,7 +70,9 @@ class PeerMemory:
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
         self.most_programs = NUM_COUNTERS
-        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # The caller may be in inference mode, and a thread that stops this is not.
+        with torch.inference_mode(False):
+            self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._close = close
 
     @property

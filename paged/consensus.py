@@ -258,6 +258,8 @@ class Leader:
                     # Steps that nobody collected: who leaves now would be waited for.
                     with self.computing():
                         torch.cuda.synchronize(self._device)
+                # Who leaves from now on is not lost.
+                self._watch.stop()
                 self._record.append(("leave",))
                 self._send(is_verified=False)
                 grace_s = LAST_WORDS_S
@@ -268,7 +270,9 @@ class Leader:
             self.failure = failure
             self._watch.stop()
             self.ranks.end(grace_s)
-            self._group.close(is_lost=not grace_s)
+            # A card that met an error gives nothing back, and says that error again.
+            with contextlib.suppress(RuntimeError):
+                self._group.close(is_lost=not grace_s)
             if self._live.pop(self, None) is not None:
                 torch.set_num_threads(next(reversed(self._live.values()), self._num_threads_before))
 

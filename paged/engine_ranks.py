@@ -32,18 +32,21 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
     config = blueprint.config
     size, limit_s = config.tp, config.tp_timeout_s
     devices = _devices(device, size, launch)
-    num_sharing = max(Counter(devices).values()) if device.type == "cuda" else 1
-    is_one_host = launch is None or launch.num_local == size
-    if num_sharing > 1 and is_one_host:
+    num_local = size if launch is None else launch.num_local
+    is_one_host = num_local == size
+    num_sharing = _num_sharing(devices[:num_local])
+    if num_sharing > 1:
         _LOG.warning(
-            "%d ranks share %d GPUs: they take turns, which costs milliseconds an exchange", size, len(set(devices))
+            "%d ranks share the GPUs, up to %d each: they take turns, which costs milliseconds an exchange",
+            size,
+            num_sharing,
         )
     ranks = Ranks.start(size) if launch is None else launch.gather(max(limit_s, START_S))
     leader: Leader | None = None
     try:
         ranks.hosts = ranks.hear(max(limit_s, START_S))
         store = serve_store(ranks.host, START_S)
-        num_threads = _num_threads(size if launch is None else launch.num_local)
+        num_threads = _num_threads(num_local)
         assignments = [
             Assignment(
                 rank=rank,
@@ -103,6 +106,11 @@ def _devices(device: torch.device, size: int, launch: Launch | None) -> list[tor
         )
     first = torch.cuda.current_device() if launch is None else 0
     return [torch.device("cuda", (first + rank % num_local) % num_cards) for rank in range(size)]
+
+
+def _num_sharing(devices: list[torch.device]) -> int:
+    """Most ranks that have one card, of the devices of one machine's ranks."""
+    return max(Counter(devices).values()) if devices[0].type == "cuda" else 1
 
 
 def _num_threads(num_local: int) -> int:

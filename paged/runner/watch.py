@@ -32,8 +32,8 @@ class Watch:
         ranks: the other ranks.
         group: what carries their tensors.
         device: this rank's.
-        limit_s: seconds that an exchange on the CPU may take; on cards, in which this rank may launch none during a
-            step. It may build kernels between them for longer.
+        limit_s: seconds that an exchange on the CPU may take; on cards, that a step may go on after this rank has
+            launched its latest exchange. A step that builds kernels may so take longer.
     """
 
     def __init__(self, ranks: Ranks, group: RankGroup, device: torch.device, limit_s: float) -> None:
@@ -56,11 +56,11 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self, *, is_limited: bool) -> Iterator[None]:
-        """While entered, no rank may be gone, and a step must end if ``is_limited``; else it is ended by force.
+        """While entered, what is computed is ended by force if a rank is gone or, if ``is_limited``, it takes too long.
 
         Raises:
             TPError: that took longer than the limit.
-            RuntimeError: a rank is gone.
+            RuntimeError: a rank is gone, on cards also if that was before.
             KeyboardInterrupt: a second Ctrl-C came.
         """
         hears = threading.current_thread() is threading.main_thread()
@@ -105,17 +105,16 @@ class Watch:
             is_same = waits_for is not None and waits_for == self._waits_for()
             waited_s = waited_s + min(time.monotonic() - start_s, TICK_S) if is_same else 0.0
             waits_for = self._waits_for()
-            is_gone = not found.isdisjoint(links)
-            if self._is_entered and (self._num_interrupts > 1 or is_gone or waited_s > self._limit_s):
-                if self._num_interrupts > 1:
-                    self._reason = KeyboardInterrupt()
-                else:
-                    gone = dist.DistError("a rank is gone")
-                    self._reason = gone if is_gone else self._ranks.silence(self._limit_s)
+            if self._is_entered and self._num_interrupts > 1:
+                self._reason = KeyboardInterrupt()
+            elif not found.isdisjoint(links):
+                # Whether entered or not: the caller may wait for the card between two steps.
+                self._reason = dist.DistError("a rank is gone")
+            elif self._is_entered and waited_s > self._limit_s:
+                self._reason = self._ranks.silence(self._limit_s)
+            if self._reason is not None:
                 self._abort()
                 return
-            if is_gone:
-                time.sleep(TICK_S)
 
     def _waits_for(self) -> tuple[int, int] | None:
         """What a limit holds for now: a step's latest exchange, on cards also after it was launched."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 
 from engine_tools import Arrival, essences, random_prompt, save_tokenizer
 from oracles import random_folder
-from paged import CompletionOutput, Engine, SamplingParams, engine_ranks
+from paged import CompletionOutput, Engine, EngineConfig, SamplingParams, engine_ranks
+from paged.core.agreement import TPError
 from paged.core.scheduler import NonFiniteLogitsError
 from paged.core.sharding import local_spec
+from paged.engine_parts import Assignment, Blueprint
 from paged.model.checkpoint import CheckpointError
 from paged.runner.kv_cache import KVCache
 from paged.runner.launched import Launch
@@ -383,6 +385,45 @@ def test_each_rank_has_a_card_of_its_own_or_shares_one(monkeypatch: pytest.Monke
     assert cards == [torch.device("cuda:2"), torch.device("cuda:0")], "the current one is rank 0's"
     launched = engine_ranks._devices(torch.device("cuda"), 6, Launch(0, 6, 3))
     assert launched == [torch.device("cuda", number) for number in (0, 1, 2, 0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("size", "num_local", "num_sharing"), [(2, 2, 1), (4, 4, 2), (8, 8, 3), (6, 3, 1), (6, 2, 1)], ids=str
+)
+def test_cards_are_shared_by_ranks_of_one_machine(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, size: int, num_local: int, num_sharing: int
+) -> None:
+    """Ranks on two machines had cards of the same numbers, were taken to share them, and refused."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    found: list[tuple[int, bool]] = []
+
+    def meet(*args: Any, num_sharing: int, is_one_host: bool) -> Any:
+        found.append((num_sharing, is_one_host))
+        raise TPError("enough is known")
+
+    class Peers:
+        host = "127.0.0.1"
+        assignments: Sequence[Assignment] = ()
+
+        def hear(self, limit_s: float) -> list[Any]:
+            return []
+
+        def tell_each(self, assignments: Sequence[Assignment], limit_s: float) -> None:
+            found.extend((each.num_sharing, each.is_one_host) for each in assignments)
+
+        def cause(self, error: BaseException, limit_s: float) -> None:
+            return None
+
+        def end(self) -> None:
+            pass
+
+    launch = Launch(0, size, num_local)
+    monkeypatch.setattr(Launch, "gather", lambda self, limit_s: Peers())
+    monkeypatch.setattr(engine_ranks, "make_group", meet)
+    blueprint = Blueprint(spec=SPECS["qwen3"], folder=folders["qwen3"], config=EngineConfig(tp=size))
+    with pytest.raises(TPError, match="enough is known"):
+        engine_ranks.build_with_ranks(blueprint, torch.device("cuda"), launch)
+    assert found == [(num_sharing, num_local == size)] * size
 
 
 def test_ranks_share_the_cores_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,15 @@ def test_memory_that_a_lost_rank_may_write_to_is_not_used_again(driver: type[Dri
     assert peer_memory._spare == {CPU: [memories[1].own]}
 
 
+def test_any_thread_may_stop_what_was_made_in_inference_mode() -> None:
+    """That failed in the thread that watches over ranks, so that the others waited for a lost one for ever."""
+    with torch.inference_mode():
+        memory = PeerMemory(0, [16, 32], CPU)
+    assert not memory.is_stopped
+    on_ranks(1, lambda rank: memory.stop())
+    assert memory.is_stopped
+
+
 def test_a_rank_that_fails_waits_for_nobody(driver: type[Driver]) -> None:
     """Under a launcher its process lives on: its kernels must not, and its buffer is not used again."""
     store = dist.HashStore()

@@ -119,6 +119,17 @@ def test_on_cards_a_rank_that_is_gone_ends_what_has_no_limit(pair: tuple[Ranks, 
     watch.stop()
 
 
+def test_on_cards_a_rank_that_is_gone_between_steps_hangs_nobody(pair: tuple[Ranks, Link]) -> None:
+    """Steps in flight wait for it, and the caller, in no call of ours, may wait for them."""
+    ranks, other = pair
+    watch, card = watch_over(ranks, 60)
+    other.close()
+    assert card.aborted.wait(5)
+    with pytest.raises(RuntimeError, match="a rank is gone"), watch.watching(is_limited=False):
+        pass
+    watch.stop()
+
+
 def test_on_cards_a_step_may_take_longer_while_exchanges_are_launched(pair: tuple[Ranks, Link]) -> None:
     """The first steps build kernels."""
     ranks, _ = pair
