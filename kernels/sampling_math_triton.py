@@ -57,7 +57,8 @@ _ADD_ABOVE_32, _ADD_ABOVE_64 = (tl.constexpr(_ADD_ABOVE.format(width)) for width
 # Tokens whose 1 - u is less get the noise of this, which is higher: fp32 cannot tell theirs well enough.
 _ROUGH_ONE_MINUS_U = tl.constexpr(2.0**-12)
 ALL = tl.constexpr(2**31 - 1)
-# Beyond this reciprocal of a temperature fp32 scores are not to be trusted.
+# Reciprocals of temperatures count as no more where scores are bounded in fp32: distances then count for less than they
+# are, so that bounds stay bounds, and a distance of 0 stays 0.
 STEEPEST = tl.constexpr(1e30)
 _WORD_UNIT = tl.constexpr(2.0**-32)
 _HALF_WORD_BELOW_1 = tl.constexpr(1 - 2.0**-33)
@@ -95,7 +96,7 @@ def is_number(x):
 
 @triton.jit
 def _long_power(y, BITS: tl.constexpr):
-    """2^y * 2^BITS in fp64, as the long one of ``scaled_exponential``."""
+    """2^y * 2^BITS in fp64, as ``long_exponential``; ``y`` is its product with log2(e)."""
     shifted = y + _ROUNDER
     rest = y - (shifted - _ROUNDER)
     whole = shifted.to(tl.int64, bitcast=True).to(tl.int32)
@@ -207,11 +208,9 @@ def masses_of(logits, row_max, inverse, BITS: tl.constexpr, SHORT: tl.constexpr)
         weights = _short_weights(logits, row_max, inverse)
         return _whole(_add_cut(2.0 ** (52 - BITS) + weights * 0.0, weights, BITS), BITS)
     else:
-        # What weighs nothing counts as the highest logit that surely does; the twin bounds the exponent instead.
-        nothing = (row_max.to(tl.float64) + 1.0 / inverse * _NO_MASS).to(logits.dtype)
-        logits = tl.maximum(logits, tl.maximum(nothing, LEAST_LOGIT))
-        y = (logits.to(tl.float64) - row_max.to(tl.float64)) * inverse * _LOG2_E
-        return (_long_power(y, BITS) + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
+        # In the logits' own type such a bound would round up to the highest logit where that is large and T small.
+        x = tl.maximum((logits.to(tl.float64) - row_max.to(tl.float64)) * inverse, _NO_MASS)
+        return (_long_power(x * _LOG2_E, BITS) + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
 
 
 @triton.jit

@@ -141,6 +141,32 @@ def test_rows_equal_the_twin(
     assert_equal(ours, twin)
 
 
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("asks", ["", "p"])
+def test_high_logits_and_extreme_temperatures_equal_the_twin(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch, asks: str, short: bool
+) -> None:
+    """A bound on logits in fp32 was rounded up to the highest one, so that tokens without mass had all of it.
+
+    Then rows were cut wrong, and where the highest was close to the least number of fp32 the token was none of the row.
+    """
+    if short:
+        monkeypatch.setattr(sampling, "mass_bits", lambda vocab_size: exponential.SHORT_BITS)
+    logits = torch.randn(7, 515, generator=torch.Generator().manual_seed(4))
+    logits[0] += 3e6
+    logits[1] *= 1e30
+    logits[2] *= 1e-6
+    logits[3:5] = -torch.inf
+    logits[3, 514] = torch.finfo(torch.float32).min
+    logits[4, 7] = -3.0
+    logits[5, ::2] = -0.0
+    columns = columns_of(np.random.default_rng(8), 7, 515, asks)
+    columns.temperature_R.copy_(torch.tensor([1e-3, 1.0, 1e4, 1.0, 1e4, 1e-30, 1e30]))
+    if columns.top_p_R is not None:
+        columns.top_p_R.copy_(torch.tensor([0.95, 1 - 2.0**-53, 0.999999, 0.5, 1.0, 1e-300, 1 - 2.0**-24]))
+    assert_equal(sample_on_card(logits.to(DEVICE), columns), sample_by_torch(logits.to(DEVICE), columns))
+
+
 @pytest.mark.parametrize(("num_equal", "num_rows", "half_bracket"), [(100, 24, 64), (300, 6, 64), (100, 12, 1)])
 def test_equal_tokens_are_kept_by_lowest_id(
     small_parts: None, monkeypatch: pytest.MonkeyPatch, num_equal: int, num_rows: int, half_bracket: int
