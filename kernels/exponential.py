@@ -7,10 +7,10 @@ bits (``paged.kernels.sampling_math_triton`` does).
 **Long**: the fp64 product x * log2(e) is split into a whole number and the rest f; 2^f is the fourth power of
 2^(f / 4), a polynomial in fp64, no operation of it fused.
 
-**Short**, where masses have few binary digits because the vocabulary is large: the same in fp32, because a
-multiprocessor has 128 lanes for fused fp32 multiply-adds and 64 for fp64 and for integers. A card's fused operation
-rounds once; here products and sums are exact in fp64 and are then rounded to fp32, which is the same number. For a
-logit d below the highest (d in fp32) and c = log2(e) / T (in fp32, with what it lacks apart):
+**Short**, where masses have few binary digits because the vocabulary is large, unless the model's logits are fp64: the
+same in fp32, because a multiprocessor has 128 lanes for fused fp32 multiply-adds and 64 for fp64 and for integers. A
+card's fused operation rounds once; here products and sums are exact in fp64 and are then rounded to fp32, which is the
+same number. For a logit d below the highest (d in fp32) and c = log2(e) / T (in fp32, with what it lacks apart):
 
 1. d * c is split into a whole number k, not above it, and a rest, rounded to 23 binary places;
 2. the rest takes in (k + 1/2) * c's lack, so that likely and unlikely tokens are all as good, and is bounded to [0, 1];
@@ -22,6 +22,7 @@ keep their order; nor from one k to the next, because the polynomial has no valu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -66,12 +67,28 @@ OCTAVES: Final = 128.0
 """Tokens this many powers of two below the highest weigh nothing, whatever the number of binary digits."""
 
 
-def is_short(bits: int) -> bool:
-    """Whether masses of ``bits`` binary digits are made by the short exponential."""
-    return bits <= SHORT_BITS
+@dataclass(frozen=True, slots=True)
+class MassScale:
+    """What masses are: the likeliest token's is ``2**bits``, and which exponential makes them.
+
+    Attributes:
+        bits: 0 to 52.
+        is_short: whether it is the short one, which has ``SHORT_BITS`` binary digits at most.
+    """
+
+    bits: int
+    is_short: bool
 
 
-def integer_masses(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits: int) -> Tensor:
+def mass_scale(bits: int, dtype: torch.dtype) -> MassScale:
+    """The scale of masses of ``bits`` binary digits, for logits that the model gave in ``dtype``.
+
+    fp64 logits keep the long exponential; what penalties make of fp32 ones in fp64 does not count.
+    """
+    return MassScale(bits, bits <= SHORT_BITS and dtype != torch.float64)
+
+
+def integer_masses(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, scale: MassScale) -> Tensor:
     """``exp((logit - max) * inverse) * 2**bits`` as whole numbers, int64 [R, V]; exactly ``2**bits`` at the maximum.
 
     They do not fall as the logits rise. The long exponential errs by about eight units in the last place before it is
@@ -82,13 +99,13 @@ def integer_masses(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits
         logits_RV: float32 or float64; a row with NaN or infinite ``row_max_R`` gives arbitrary numbers.
         row_max_R: highest logits, in the type of the logits.
         inverse_R: 1 / T, float64.
-        bits: exponent of the factor, 0 to 52.
+        scale: their number of binary digits, and the exponential.
     """
     row_max_R1, inverse_R1 = row_max_R.unsqueeze(1), inverse_R.unsqueeze(1)
-    if is_short(bits):
-        return _short_masses(logits_RV, row_max_R1, inverse_R1, bits)
+    if scale.is_short:
+        return _short_masses(logits_RV, row_max_R1, inverse_R1, scale.bits)
     scaled_RV = (logits_RV.to(torch.float64) - row_max_R1.to(torch.float64)).mul_(inverse_R1)
-    return long_exponential(scaled_RV, bits).round_().to(torch.int64)
+    return long_exponential(scaled_RV, scale.bits).round_().to(torch.int64)
 
 
 def long_exponential(x: Tensor, bits: int) -> Tensor:

@@ -31,7 +31,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from paged.kernels.exponential import integer_masses
+from paged.kernels.exponential import MassScale, integer_masses, mass_scale
 from paged.kernels.philox import gumbel_noise
 from paged.kernels.sampling_columns import LogitBias as LogitBias  # as callers know it
 from paged.kernels.sampling_columns import Penalties, SamplingColumns
@@ -70,6 +70,11 @@ def mass_bits(vocab_size: int) -> int:
     return min(52, 62 - (vocab_size - 1).bit_length())
 
 
+def _scale_of(vocab_size: int, logits_RV: Tensor) -> MassScale:
+    """The scale of masses of a vocabulary, for logits as the model gave them."""
+    return mass_scale(mass_bits(vocab_size), logits_RV.dtype)
+
+
 def masses(
     logits_RV: Tensor, temperature_R: Tensor, *, row_max_R: Tensor | None = None, vocab_size: int | None = None
 ) -> Tensor:
@@ -86,8 +91,8 @@ def masses(
     """
     _check_rows(logits_RV, temperature_R)
     row_max_R = logits_RV.amax(-1) if row_max_R is None else row_max_R
-    bits = mass_bits(logits_RV.shape[1] if vocab_size is None else vocab_size)
-    return integer_masses(logits_RV, row_max_R, _divisor(temperature_R).reciprocal(), bits)
+    scale = _scale_of(logits_RV.shape[1] if vocab_size is None else vocab_size, logits_RV)
+    return integer_masses(logits_RV, row_max_R, _divisor(temperature_R).reciprocal(), scale)
 
 
 def sum_of_masses(logits_RV: Tensor, temperature_R: Tensor, row_max_R: Tensor, vocab_size: int) -> Tensor:
@@ -95,14 +100,14 @@ def sum_of_masses(logits_RV: Tensor, temperature_R: Tensor, row_max_R: Tensor, v
 
     A few rows at a time: the temporaries stay small, and integers add up the same. A shard may have no columns.
     """
-    bits = mass_bits(vocab_size)
+    scale = _scale_of(vocab_size, logits_RV)
     columns = (logits_RV, row_max_R, _divisor(temperature_R).reciprocal())
     if logits_RV.is_cuda and logits_RV.numel():
         # Imported here because a CPU needs no Triton.
         from paged.kernels.sampling_triton import mass_sums
 
-        return mass_sums(*columns, bits)
-    return _sum_of_masses(*columns, bits)
+        return mass_sums(*columns, scale)
+    return _sum_of_masses(*columns, scale)
 
 
 def log_of_mass(mass_R: Tensor, vocab_size: int) -> Tensor:
@@ -262,7 +267,8 @@ def probabilities(logits_RV: Tensor, columns: SamplingColumns) -> Tensor:
     _check_columns(logits_RV, columns)
     state = _distribution(logits_RV, columns)
     inverse_R = _divisor(columns.temperature_R).reciprocal()
-    mass_RV = integer_masses(state.processed_RV, state.row_max_R, inverse_R, mass_bits(logits_RV.shape[1]))
+    scale = _scale_of(logits_RV.shape[1], logits_RV)
+    mass_RV = integer_masses(state.processed_RV, state.row_max_R, inverse_R, scale)
     if state.truncated_B is not None:
         kept = mass_RV.index_select(0, state.truncated_B).masked_fill_(~state.keep_BV, 0)
         mass_RV.index_copy_(0, state.truncated_B, kept)
@@ -313,7 +319,7 @@ def sample_on_card(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
     # Imported here because a CPU needs no Triton.
     from paged.kernels.sampling_triton import sample_triton
 
-    return SampledRows(*sample_triton(logits_RV, columns, mass_bits(logits_RV.shape[1])))
+    return SampledRows(*sample_triton(logits_RV, columns, _scale_of(logits_RV.shape[1], logits_RV)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,13 +347,14 @@ def _distribution(logits_RV: Tensor, columns: SamplingColumns) -> _Distribution:
     divisor_R = _divisor(columns.temperature_R)
     scaled_RV = _scale(processed_RV, row_max_R, divisor_R)
     weighed = processed_RV, row_max_R, divisor_R.reciprocal()
-    mass_R = _sum_of_masses(*weighed, mass_bits(logits_RV.shape[1]))
+    scale = _scale_of(logits_RV.shape[1], logits_RV)
+    mass_R = _sum_of_masses(*weighed, scale)
     rows = _truncated_rows(columns, logits_RV.shape[1])
     state = processed_RV, row_max_R, scaled_RV, nan_R, mass_R
     if rows is None:
         return _Distribution(*state, mass_R, None, nan_R)
     logits_BV, max_B, inverse_B = (column.index_select(0, rows) for column in weighed)
-    keep_BV, kept_mass_B = _truncate(logits_BV, max_B, inverse_B, rows, columns)
+    keep_BV, kept_mass_B = _truncate(logits_BV, max_B, inverse_B, scale, rows, columns)
     return _Distribution(*state, mass_R.index_copy(0, rows, kept_mass_B), rows, keep_BV)
 
 
@@ -388,7 +395,12 @@ def _truncated_rows(columns: SamplingColumns, vocab_size: int) -> Tensor | None:
 
 
 def _truncate(
-    processed_BV: Tensor, row_max_B: Tensor, inverse_B: Tensor, rows: Tensor, columns: SamplingColumns
+    processed_BV: Tensor,
+    row_max_B: Tensor,
+    inverse_B: Tensor,
+    scale: MassScale,
+    rows: Tensor,
+    columns: SamplingColumns,
 ) -> tuple[Tensor, Tensor]:
     """Tokens that min_p, top_k and top_p keep, bool [B, V], and their mass, int64 [B].
 
@@ -397,12 +409,13 @@ def _truncate(
     to k; top_p to the shortest one whose mass reaches ``top_p`` times the mass of what those two kept.
     """
     vocab_size = processed_BV.shape[1]
-    bits = mass_bits(vocab_size)
-    mass_BV = integer_masses(processed_BV, row_max_B, inverse_B, bits)
+    mass_BV = integer_masses(processed_BV, row_max_B, inverse_B, scale)
     limit_B = torch.full_like(rows, vocab_size)
     limit_mass_B = mass_BV.sum(1)
     if columns.min_p_R is not None:
-        least_B1 = (columns.min_p_R.index_select(0, rows).clamp(0, 1) * 2.0**bits).ceil_().to(torch.int64).unsqueeze(1)
+        least_B1 = (
+            (columns.min_p_R.index_select(0, rows).clamp(0, 1) * 2.0**scale.bits).ceil_().to(torch.int64).unsqueeze(1)
+        )
         likely_BV = mass_BV >= least_B1
         limit_B = likely_BV.sum(1)
         limit_mass_B = mass_BV.masked_fill(~likely_BV, 0).sum(1)
@@ -491,11 +504,11 @@ def _scale(logits_RV: Tensor, row_max_R: Tensor, divisor_R: Tensor) -> Tensor:
     return (logits_RV.to(torch.float64) - row_max_R.to(torch.float64).unsqueeze(1)).mul_(inverse_R1)
 
 
-def _sum_of_masses(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits: int) -> Tensor:
+def _sum_of_masses(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, scale: MassScale) -> Tensor:
     """Sum over the row, int64 [R], a few rows at a time: the temporaries stay small, and integers add up the same."""
     rows = _tile_rows(logits_RV)
     tiles = zip(*(torch.split(column, rows) for column in (logits_RV, row_max_R, inverse_R)), strict=True)
-    sums = [integer_masses(logits, row_max, inverse, bits).sum(1) for logits, row_max, inverse in tiles]
+    sums = [integer_masses(logits, row_max, inverse, scale).sum(1) for logits, row_max, inverse in tiles]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged.kernels.exponential import is_short
+from paged.kernels.exponential import MassScale
 from paged.kernels.launch import is_dependent, options
 from paged.kernels.sampling_adjust_triton import adjusted, adjusting_rows
 from paged.kernels.sampling_columns import SamplingColumns
@@ -89,7 +89,7 @@ CUT_WARPS: Final = 8
 """Warps of the kernel that cuts, where it holds half a list or less; two programs share a multiprocessor."""
 
 
-def mass_sums(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits: int) -> Tensor:
+def mass_sums(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, scale: MassScale) -> Tensor:
     """Sum of each row's masses, int64 [R]; the highest logits and 1 / T in fp64 as the twin has them."""
     num_rows, vocab_size = logits_RV.shape
     _check(logits_RV, row_max_R, inverse_R)
@@ -98,7 +98,7 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, bits: int
     if num_rows:
         _mass_kernel[(num_parts, num_rows)](
             logits_RV, row_max_R, inverse_R, mass_RP, logits_RV.stride(0), vocab_size,
-            BITS=bits, SHORT=is_short(bits), PART=PART, ALIGNED=vocab_size % 4 == 0,
+            BITS=scale.bits, SHORT=scale.is_short, PART=PART, ALIGNED=vocab_size % 4 == 0,
             IS_DEPENDENT=is_dependent(logits_RV), num_warps=WEIGH_WARPS, **options(logits_RV),
         )  # fmt: skip
     return mass_RP.sum(1)
@@ -120,7 +120,9 @@ class _Raw:
     mass_RP: Tensor
 
 
-def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sample_triton(
+    logits_RV: Tensor, columns: SamplingColumns, scale: MassScale
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw one token a row.
 
     All rows are drawn from the logits as they are. Those with penalties or bias are then drawn anew, apart, from a copy
@@ -129,7 +131,7 @@ def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tup
     Args:
         logits_RV: float32 or float64, elements of a row adjoin.
         columns: as ``sample`` has them.
-        bits: binary digits of a mass.
+        scale: of the masses.
 
     Returns:
         Tokens int64, log-probabilities before and after processing in the type of the logits, and whether a row has no
@@ -143,18 +145,18 @@ def sample_triton(logits_RV: Tensor, columns: SamplingColumns, bits: int) -> tup
     results = empty(torch.int64), empty(logits_RV.dtype), empty(logits_RV.dtype), empty(torch.bool)
     if num_rows == 0:
         return results
-    raw = _sample_rows(logits_RV, columns, bits, results)
+    raw = _sample_rows(logits_RV, columns, scale, results)
     size = sum(len(rows) for rows in adjusting_rows(columns))
     if size:
         rows_A, adjusted_AV, columns_A = adjusted(logits_RV, columns, min(size, num_rows))
-        _sample_rows(adjusted_AV, columns_A, bits, results, rows_A, raw)
+        _sample_rows(adjusted_AV, columns_A, scale, results, rows_A, raw)
     return results
 
 
 def _sample_rows(
     logits_RV: Tensor,
     columns: SamplingColumns,
-    bits: int,
+    scale: MassScale,
     results: tuple[Tensor, ...],
     rows_R: Tensor | None = None,
     raw: _Raw | None = None,
@@ -164,7 +166,7 @@ def _sample_rows(
     Args:
         logits_RV: float32 or float64, elements of a row adjoin.
         columns: as ``sample`` has them; penalties and bias are not looked at.
-        bits: binary digits of a mass.
+        scale: of the masses.
         results: what ``sample_triton`` returns.
         rows_R: rows of ``results`` and ``raw``, where these have others. A row with a temperature below 0 is left out.
         raw: what log-probabilities before processing are taken from, if not from ``logits_RV``.
@@ -177,7 +179,7 @@ def _sample_rows(
     num_parts = triton.cdiv(vocab_size, PART)
     parts = triton.next_power_of_2(num_parts)
     asks = {"TOP_K": top_k_R is not None, "TOP_P": top_p_R is not None, "MIN_P": min_p_R is not None}
-    truncates, short = any(asks.values()), is_short(bits)
+    truncates, bits, short = any(asks.values()), scale.bits, scale.is_short
     # Columns that no row asks for are never read.
     wanted = (
         seeds_R if top_k_R is None else top_k_R,

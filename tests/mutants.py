@@ -32,6 +32,7 @@ from paged.kernels import kv_cache as kv_cache_module
 from paged.kernels import linear as linear_module
 from paged.kernels import sampling as sampling_module
 from paged.kernels.attention import BatchLayout
+from paged.kernels.exponential import MassScale
 from paged.kernels.rope import rope_tables
 from paged.kernels.sampling import SampledRows, SamplingColumns
 from paged.model import checkpoint as checkpoint_module
@@ -279,15 +280,16 @@ def top_p_keeps_one_extra(fault: Fault) -> None:
         processed_BV: Tensor,
         row_max_B: Tensor,
         inverse_B: Tensor,
+        scale: MassScale,
         rows: Tensor,
         columns: SamplingColumns,
     ) -> tuple[Tensor, Tensor]:
         weighed = processed_BV, row_max_B, inverse_B
-        keep_BV, kept_mass_B = original(*weighed, rows, columns)
+        keep_BV, kept_mass_B = original(*weighed, scale, rows, columns)
         if columns.top_p_R is None:
             return keep_BV, kept_mass_B
         fault.reach()
-        masses_BV = sampling_module.integer_masses(*weighed, sampling_module.mass_bits(processed_BV.shape[1]))
+        masses_BV = sampling_module.integer_masses(*weighed, scale)
         next_B1 = processed_BV.masked_fill(keep_BV, -torch.inf).argmax(1, keepdim=True)
         cut_B1 = columns.top_p_R.index_select(0, rows).unsqueeze(1) < 1
         extra_BV = torch.zeros_like(keep_BV).scatter_(1, next_B1, cut_B1) & ~keep_BV

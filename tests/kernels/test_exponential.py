@@ -12,9 +12,10 @@ from paged.kernels.exponential import (
     LOG2_E,
     SHORT_BITS,
     SHORT_COEFFICIENTS,
+    MassScale,
     integer_masses,
-    is_short,
     long_exponential,
+    mass_scale,
 )
 
 BOTH = pytest.mark.parametrize("bits", [SHORT_BITS, SHORT_BITS + 1], ids=["short", "long"])
@@ -23,7 +24,8 @@ BOTH = pytest.mark.parametrize("bits", [SHORT_BITS, SHORT_BITS + 1], ids=["short
 def masses_below(distances: torch.Tensor, bits: int, inverse: float = 1.0) -> torch.Tensor:
     """Masses of logits ``distances`` from a highest one of 0, which are 0 or less."""
     inverse_1 = torch.tensor([inverse], dtype=torch.float64)
-    return integer_masses(distances[None], torch.zeros(1, dtype=distances.dtype), inverse_1, bits)[0]
+    scale = MassScale(bits, is_short=bits <= SHORT_BITS)
+    return integer_masses(distances[None], torch.zeros(1, dtype=distances.dtype), inverse_1, scale)[0]
 
 
 def around_whole_exponents(generator: np.random.Generator, inverse: float) -> torch.Tensor:
@@ -66,8 +68,13 @@ def test_the_short_one_errs_by_less_than_it_says() -> None:
     assert torch.stack(errors).abs().max() < 5e-8
     assert torch.stack(errors).mean().abs() < 1e-8
     assert torch.stack(errors).abs().max() > 1e-9, "the long one was measured"
-    assert is_short(44)
-    assert not is_short(52)
+    assert mass_scale(44, torch.float32).is_short
+    assert not mass_scale(52, torch.float32).is_short
+
+
+def test_logits_in_fp64_keep_the_long_one() -> None:
+    """Whatever the vocabulary: the sum over a large one is then as good as fp64 asks for."""
+    assert mass_scale(44, torch.float64) == MassScale(44, is_short=False)
 
 
 def test_the_polynomial_of_the_short_one_rises_from_1_to_2() -> None:

@@ -338,7 +338,8 @@ def test_short_masses_are_those_of_the_twin(dtype: torch.dtype) -> None:
     inverse = torch.tensor(inverse_temperatures(generator, num_rows), dtype=torch.float64)
     rows = [around_whole_exponents(generator, value)[-2048:] for value in inverse.tolist()]
     logits = torch.stack([torch.nn.functional.pad(row, (0, 2048 - len(row))) for row in rows]).to(dtype)
-    twin = exponential.integer_masses(logits, torch.zeros(num_rows, dtype=dtype), inverse, exponential.SHORT_BITS)
+    scale = exponential.MassScale(exponential.SHORT_BITS, is_short=True)
+    twin = exponential.integer_masses(logits, torch.zeros(num_rows, dtype=dtype), inverse, scale)
     logits, inverse, twin = logits.to(DEVICE), inverse.to(DEVICE), twin.to(DEVICE)
     ours, sums = torch.empty_like(twin), torch.empty_like(twin[:, 0])
     _masses_kernel[(num_rows,)](

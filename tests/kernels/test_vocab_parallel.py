@@ -107,7 +107,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "size", "tolerance"), [(99, 4, 1e-12), (100, 4, 1e-12), (5, 4, 1e-12), (151_936, 4, 1e-7)]
+    ("vocab_size", "size", "tolerance"), [(99, 4, 1e-12), (100, 4, 1e-12), (5, 4, 1e-12), (151_936, 4, 1e-8)]
 )
 def test_close_to_a_log_softmax_in_fp64(rank_pool: RankPool, vocab_size: int, size: int, tolerance: float) -> None:
     ids = wanted_ids(vocab_size)
