@@ -25,11 +25,10 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from engine_random import MAX_SEQ_LEN, Arrival, build_random, model_specs, observed_logits, serve
+from engine_random import MAX_SEQ_LEN, Arrival, build_random, model_specs, observed_logits, read_options, serve
 from engine_runs import StepWatch
 
 from paged import CompletionOutput, Engine, SamplingParams
@@ -385,13 +384,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop fuzzing after about so long")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the card")
     parser.add_argument("--plant", choices=("fast", "results"), help="a fault that must be found")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.small:
-        torch.set_num_threads(1)
-    print(f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'cpu'}, torch {torch.__version__}")
+    options = read_options(parser)
     tally = fuzz(options)
     print(
         f"{tally.configs} configurations, {tally.compared:,} elements ({tally.logits:,} of full logits), "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,18 @@ def model_specs(small: bool) -> dict[str, ModelSpec]:
 def build_random(spec: ModelSpec, device: str, **fields: Any) -> Engine:
     """An engine with the random bf16 weights that all engines of this spec have."""
     return build("random/model", spec, device=device, dtype="bfloat16", max_seq_len=MAX_SEQ_LEN, **fields)
+
+
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command's options, with those that all benchmarks of bits have; says where it runs."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.small:
+        torch.set_num_threads(1)
+    print(f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'cpu'}, torch {torch.__version__}")
+    return options
 
 
 @dataclass(frozen=True)

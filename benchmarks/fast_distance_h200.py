@@ -15,11 +15,9 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from engine_random import MAX_SEQ_LEN, Arrival, Logits, build_random, model_specs, observed_logits, serve
+from engine_random import MAX_SEQ_LEN, Arrival, Logits, build_random, model_specs, observed_logits, read_options, serve
 from engine_runs import build
 
 from paged import Engine, SamplingParams
@@ -142,13 +140,7 @@ def compare_trained(scale: Scale, device: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Compare and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.small:
-        torch.set_num_threads(1)
-    print(f"{torch.cuda.get_device_name() if options.device == 'cuda' else 'cpu'}, torch {torch.__version__}")
+    options = read_options(parser)
     scale = SMALL if options.small else Scale()
     rows = compare_fast(next(iter(model_specs(options.small).values())), scale, options.device)
     rows |= compare_trained(scale, options.device)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles
 from paged.kernels.kv_cache import LayerCache
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import has_wgmma, is_dependent, options
 from paged.kernels.numerics import Numerics
 
 ROWS = 128
@@ -41,8 +41,7 @@ _SPAN_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
 def suits_hopper(dtype: torch.dtype, cache: LayerCache, numerics: Numerics) -> bool:
     """Whether the kernel takes queries of ``dtype`` and such a cache on the device where it lies."""
     return (
-        cache.key.is_cuda
-        and torch.cuda.get_device_capability(cache.key.device)[0] == 9
+        has_wgmma(cache.key.device)
         and cache.key.dtype == dtype
         and cache.head_dim in (64, 128)
         and numerics.kv_tile == 64

@@ -117,7 +117,8 @@ def decode_attention(
     sums_IHD = q_THD.new_empty((num_sums, q_THD.shape[1], head_dim), dtype=torch.float32)
     # The greatest score and the sum of weights of each split and head.
     tops_IH, totals_IH = q_THD.new_empty((2, num_sums, q_THD.shape[1]), dtype=torch.float32)
-    if suits_hopper_decode(q_THD.shape[1], cache, q_THD.dtype, numerics):
+    is_hopper = suits_hopper_decode(q_THD.shape[1], cache, q_THD.dtype, numerics)
+    if is_hopper:
         decode_items_hopper(
             q_THD,
             cache,
@@ -159,7 +160,7 @@ def decode_attention(
     if work.most_splits == 0:
         return
     has_many = work.most_splits > 1 + FOLDS[0][0]
-    if has_many and suits_hopper_decode(q_THD.shape[1], cache, q_THD.dtype, numerics):
+    if has_many and is_hopper:
         fold_splits_hopper(sums_IHD, tops_IH, totals_IH, work.rows_N3, out_THD, factor=scale * LOG2_E)
         return
     splits, width = FOLDS[has_many]

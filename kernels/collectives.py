@@ -106,6 +106,7 @@ class RankGroup:
             return x
         x = self._take(x)
         if self.memory is not None and x.numel():
+            # Imported here because a CPU needs no Triton.
             from paged.kernels import peers_triton
 
             if x.dtype in peers_triton.SUMMED_DTYPES:
@@ -115,7 +116,7 @@ class RankGroup:
             total = x.clone()
             dist.all_reduce(total, group=self.process_group)
             return total
-        return fold_tree(self._gather(x).unbind(0))
+        return fold_tree(self._gather(x[None], 0).unbind(0))
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Every rank's ``x``, concatenated along ``dim`` in the order of the ranks.
@@ -125,12 +126,7 @@ class RankGroup:
         """
         if self.size == 1:
             return x
-        x = self._take(x)
-        if self.memory is not None and x.numel():
-            from paged.kernels import peers_triton
-
-            return peers_triton.all_gather(x, dim, self.memory)
-        return torch.cat(self._gather(x).unbind(0), dim=dim)
+        return self._gather(self._take(x), dim)
 
     def _take(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:
@@ -139,12 +135,12 @@ class RankGroup:
         self.num_bytes += x.numel() * x.element_size()
         return x.contiguous()
 
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, *x.shape]; the wire sees bytes, so that every dtype travels."""
+    def _gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Every rank's ``x`` along ``dim``; the wire sees bytes, so that every dtype travels."""
         if self.memory is not None and x.numel():
             from paged.kernels import peers_triton
 
-            return peers_triton.all_gather(x[None], 0, self.memory)
+            return peers_triton.all_gather(x, dim, self.memory)
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
             wire = gathered.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)
@@ -153,7 +149,7 @@ class RankGroup:
                 _all_gather_single(*wire, group=self.process_group)
             finally:
                 self.is_exchanging = False
-        return gathered
+        return gathered.flatten(0, 1) if dim == 0 else torch.cat(gathered.unbind(0), dim=dim)
 
 
 SINGLE = RankGroup()

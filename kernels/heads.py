@@ -1,8 +1,8 @@
 """A step's queries, keys and values on their way from projection to attention: norm, rotation, storage.
 
 Contract, with T rows, H query heads, K kv heads, D head size: ``norm_rope`` of ``paged.kernels.rope``, then ``store``
-of ``paged.kernels.kv_cache``, to the bit. On a card it is one kernel, unless the model is fp64 or
-the cache has scales.
+of ``paged.kernels.kv_cache``, to the bit. On a card it is one kernel, unless the model is fp64 or the cache has
+scales.
 """
 
 from __future__ import annotations

@@ -446,6 +446,21 @@ def _flag_places(base, offset, phase, program, source, SIZE: tl.constexpr, NUM_C
     return base + offset + ((phase * NUM_COUNTERS + program) * SIZE + source) * 8
 
 
+@triton.jit
+def _meet(
+    lane_peer_N, own, offset, phase: tl.constexpr, rank, epoch, stop, SIZE: tl.constexpr, THREADS: tl.constexpr,
+    NUM_COUNTERS: tl.constexpr,
+):  # fmt: skip
+    """Tell the peers' programs of this number that what was sent to them can be read, and wait for theirs.
+
+    Whether all have come. ``lane_peer_N`` has the address of peer n's buffer in lane n.
+    """
+    program, lane_N = tl.program_id(0), tl.arange(0, THREADS)
+    is_peer_N = (lane_N < SIZE).to(tl.int32)
+    _raise_flags(_flag_places(lane_peer_N, offset, phase, program, rank, SIZE, NUM_COUNTERS), epoch, is_peer_N)
+    return _await_flags(_flag_places(own, offset, phase, program, lane_N, SIZE, NUM_COUNTERS), epoch, stop, is_peer_N)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def _whole_kernel(
     x_pointer,
@@ -471,7 +486,6 @@ def _whole_kernel(
 ):
     """Sum words of two ranks, or gather (BITS 0) those of any number, which are written to all others at once."""
     lane_N = tl.arange(0, THREADS)
-    is_peer_N = (lane_N < SIZE).to(tl.int32)
     lane_peer_N = tl.load(peer_pointer + lane_N, mask=lane_N < SIZE, other=0)
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -490,10 +504,7 @@ def _whole_kernel(
             tl.store(inbox + word_B, x_B, mask=mask_B)
             if BITS == 0 and step == 1:
                 tl.store(out_pointer + _gathered_place(begin + word_B, rank, row_words, SIZE), x_B, mask=mask_B)
-    _raise_flags(_flag_places(lane_peer_N, flag_offset, 0, program, rank, SIZE, NUM_COUNTERS), epoch, is_peer_N)
-    have_come = _await_flags(
-        _flag_places(own, flag_offset, 0, program, lane_N, SIZE, NUM_COUNTERS), epoch, stop, is_peer_N
-    )
+    have_come = _meet(lane_peer_N, own, flag_offset, 0, rank, epoch, stop, SIZE, THREADS, NUM_COUNTERS)
     for step in range(1, SIZE):
         source = (rank + step) % SIZE
         inbox = _words_at(own + half + source * (part_words * 8))
@@ -548,7 +559,6 @@ def _split_kernel(
 ):
     """Sum words, of which each rank sums a share for all."""
     lane_N = tl.arange(0, THREADS)
-    is_peer_N = (lane_N < SIZE).to(tl.int32)
     lane_peer_N = tl.load(peer_pointer + lane_N, mask=lane_N < SIZE, other=0)
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -568,10 +578,7 @@ def _split_kernel(
             mask_B = (word_B < share_words) & (share + word_B < num_words)
             x_B = tl.load(x_pointer + share + word_B, mask=mask_B)
             tl.store(inbox + word_B, x_B, mask=mask_B)
-    _raise_flags(_flag_places(lane_peer_N, flag_offset, 0, program, rank, SIZE, NUM_COUNTERS), epoch, is_peer_N)
-    have_come = _await_flags(
-        _flag_places(own, flag_offset, 0, program, lane_N, SIZE, NUM_COUNTERS), epoch, stop, is_peer_N
-    )
+    have_come = _meet(lane_peer_N, own, flag_offset, 0, rank, epoch, stop, SIZE, THREADS, NUM_COUNTERS)
     inbox = _words_at(own + half)
     for first in range(program * BLOCK, share_words, num_programs * BLOCK):
         word_B = first + tl.arange(0, BLOCK)
@@ -581,10 +588,7 @@ def _split_kernel(
             peer = tl.load(peer_pointer + (rank + step) % SIZE)
             outbox = _words_at(peer + sums + rank * (part_words * 8))
             tl.store(outbox + word_B, total_B, mask=mask_B)
-    _raise_flags(_flag_places(lane_peer_N, flag_offset, 1, program, rank, SIZE, NUM_COUNTERS), epoch, is_peer_N)
-    have_come = _await_flags(
-        _flag_places(own, flag_offset, 1, program, lane_N, SIZE, NUM_COUNTERS), epoch, stop, is_peer_N
-    )
+    have_come = _meet(lane_peer_N, own, flag_offset, 1, rank, epoch, stop, SIZE, THREADS, NUM_COUNTERS)
     for step in range(SIZE):
         owner = (rank + step) % SIZE
         outbox = _words_at(own + sums + owner * (part_words * 8))

@@ -70,9 +70,9 @@ def mass_bits(vocab_size: int) -> int:
     return min(52, 62 - (vocab_size - 1).bit_length())
 
 
-def _scale_of(vocab_size: int, logits_RV: Tensor) -> MassScale:
-    """The scale of masses of a vocabulary, for logits as the model gave them."""
-    return mass_scale(mass_bits(vocab_size), logits_RV.dtype)
+def _scale_of(logits_RV: Tensor, vocab_size: int | None = None) -> MassScale:
+    """The scale of masses for logits as the model gave them, of all tokens or of a part of ``vocab_size``."""
+    return mass_scale(mass_bits(logits_RV.shape[1] if vocab_size is None else vocab_size), logits_RV.dtype)
 
 
 def masses(
@@ -91,7 +91,7 @@ def masses(
     """
     _check_rows(logits_RV, temperature_R)
     row_max_R = logits_RV.amax(-1) if row_max_R is None else row_max_R
-    scale = _scale_of(logits_RV.shape[1] if vocab_size is None else vocab_size, logits_RV)
+    scale = _scale_of(logits_RV, vocab_size)
     return integer_masses(logits_RV, row_max_R, _divisor(temperature_R).reciprocal(), scale)
 
 
@@ -100,7 +100,7 @@ def sum_of_masses(logits_RV: Tensor, temperature_R: Tensor, row_max_R: Tensor, v
 
     A few rows at a time: the temporaries stay small, and integers add up the same. A shard may have no columns.
     """
-    scale = _scale_of(vocab_size, logits_RV)
+    scale = _scale_of(logits_RV, vocab_size)
     columns = (logits_RV, row_max_R, _divisor(temperature_R).reciprocal())
     if logits_RV.is_cuda and logits_RV.numel():
         # Imported here because a CPU needs no Triton.
@@ -267,7 +267,7 @@ def probabilities(logits_RV: Tensor, columns: SamplingColumns) -> Tensor:
     _check_columns(logits_RV, columns)
     state = _distribution(logits_RV, columns)
     inverse_R = _divisor(columns.temperature_R).reciprocal()
-    scale = _scale_of(logits_RV.shape[1], logits_RV)
+    scale = _scale_of(logits_RV)
     mass_RV = integer_masses(state.processed_RV, state.row_max_R, inverse_R, scale)
     if state.truncated_B is not None:
         kept = mass_RV.index_select(0, state.truncated_B).masked_fill_(~state.keep_BV, 0)
@@ -319,7 +319,7 @@ def sample_on_card(logits_RV: Tensor, columns: SamplingColumns) -> SampledRows:
     # Imported here because a CPU needs no Triton.
     from paged.kernels.sampling_triton import sample_triton
 
-    return SampledRows(*sample_triton(logits_RV, columns, _scale_of(logits_RV.shape[1], logits_RV)))
+    return SampledRows(*sample_triton(logits_RV, columns, _scale_of(logits_RV)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ def _distribution(logits_RV: Tensor, columns: SamplingColumns) -> _Distribution:
     divisor_R = _divisor(columns.temperature_R)
     scaled_RV = _scale(processed_RV, row_max_R, divisor_R)
     weighed = processed_RV, row_max_R, divisor_R.reciprocal()
-    scale = _scale_of(logits_RV.shape[1], logits_RV)
+    scale = _scale_of(logits_RV)
     mass_R = _sum_of_masses(*weighed, scale)
     rows = _truncated_rows(columns, logits_RV.shape[1])
     state = processed_RV, row_max_R, scaled_RV, nan_R, mass_R

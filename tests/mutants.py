@@ -32,7 +32,6 @@ from paged.kernels import kv_cache as kv_cache_module
 from paged.kernels import linear as linear_module
 from paged.kernels import sampling as sampling_module
 from paged.kernels.attention import BatchLayout
-from paged.kernels.exponential import MassScale
 from paged.kernels.rope import rope_tables
 from paged.kernels.sampling import SampledRows, SamplingColumns
 from paged.model import checkpoint as checkpoint_module
@@ -275,21 +274,14 @@ def noise_keyed_by_step(fault: Fault) -> None:
 
 def top_p_keeps_one_extra(fault: Fault) -> None:
     @fault.replaces(sampling_module, "_truncate")
-    def truncate(
-        original: Any,
-        processed_BV: Tensor,
-        row_max_B: Tensor,
-        inverse_B: Tensor,
-        scale: MassScale,
-        rows: Tensor,
-        columns: SamplingColumns,
-    ) -> tuple[Tensor, Tensor]:
-        weighed = processed_BV, row_max_B, inverse_B
-        keep_BV, kept_mass_B = original(*weighed, scale, rows, columns)
+    def truncate(original: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *weighed, rows, columns = arguments
+        processed_BV = weighed[0]
+        keep_BV, kept_mass_B = original(*arguments)
         if columns.top_p_R is None:
             return keep_BV, kept_mass_B
         fault.reach()
-        masses_BV = sampling_module.integer_masses(*weighed, scale)
+        masses_BV = sampling_module.integer_masses(*weighed)
         next_B1 = processed_BV.masked_fill(keep_BV, -torch.inf).argmax(1, keepdim=True)
         cut_B1 = columns.top_p_R.index_select(0, rows).unsqueeze(1) < 1
         extra_BV = torch.zeros_like(keep_BV).scatter_(1, next_B1, cut_B1) & ~keep_BV
