@@ -377,11 +377,17 @@ def times(ceilings: dict[str, float]) -> list[dict[str, object]]:
             f"{chains[0]:.1f} / {chains[1]:.1f} {chains[0] / chains[1] - 1:+.1%}",
             flush=True,
         )
+        if num_rows <= gemm_hopper.MAX_ROWS:
+            results.append({"added": model, "rows": num_rows, **added(model, num_rows, ceilings)})
+            print("added to the chain, share:", results[-1], flush=True)
     return results
 
 
-def layer_microseconds(model: str, num_rows: int, product: Callable[..., torch.Tensor]) -> float:
-    """A layer's products and row-wise kernels, each on the last one's result; attention and the cache left out."""
+def layer_microseconds(model: str, num_rows: int, product: Callable[..., torch.Tensor], without: str = "") -> float:
+    """A layer's products and row-wise kernels, each on the last one's result; attention and the cache left out.
+
+    ``without`` names one of ``PARTS`` that is not computed either: the kernel behind it reads numbers that are there.
+    """
     num_heads, num_kv_heads = MODELS[model]
     weights = list(zip(*(rotated(*SHAPES[f"{model} {part}"]) for part in PARTS), strict=False))
     hidden = SHAPES[f"{model} qkv"][1]
@@ -389,16 +395,34 @@ def layer_microseconds(model: str, num_rows: int, product: Callable[..., torch.T
     cos, sin = rope.rope_tables(num_rows, 128, 1e6, dtype=torch.bfloat16, device="cuda")
     head_weight = torch.ones(128, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16)
+    there = torch.randn(num_rows, SHAPES[f"{model} {without}"][0], device="cuda").bfloat16() if without else x
+
+    def part(name: str, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return there if name == without else product(inputs, weight)
 
     def layer(qkv: torch.Tensor, o: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         normed = norm.add_rms_norm(x, x, norm_weight, 1e-6)[1]
-        heads = product(normed, qkv).unflatten(1, (-1, 128))
+        heads = part("qkv", normed, qkv).unflatten(1, (-1, 128))
         q, k, _ = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         q, _ = rope.norm_rope(q, k, cos, sin, head_weight, head_weight, 1e-6)
-        normed = norm.add_rms_norm(x, product(q.flatten(1), o), norm_weight, 1e-6)[1]
-        product(activation.silu_mul(product(normed, gate_up)), down)
+        normed = norm.add_rms_norm(x, part("o", q.flatten(1), o), norm_weight, 1e-6)[1]
+        part("down", activation.silu_mul(part("gate_up", normed, gate_up)), down)
 
     return microseconds([lambda four=four: layer(*four) for four in weights])
+
+
+def added(model: str, num_rows: int, ceilings: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """What each product adds to a layer's chain, and the share of that which reading its weights takes.
+
+    Less than the product takes alone: its weights are read while the kernels before it run.
+    """
+    whole = layer_microseconds(model, num_rows, gemm_dispatch.product)
+    found = {}
+    for part in PARTS:
+        num_columns, inner_size = SHAPES[f"{model} {part}"]
+        us = whole - layer_microseconds(model, num_rows, gemm_dispatch.product, without=part)
+        found[part] = round(us, 2), round(2 * num_columns * inner_size / ceilings["read_tb_s"] / 1e6 / us, 3)
+    return found
 
 
 def experts(ceilings: dict[str, float]) -> list[dict[str, object]]:
