@@ -55,7 +55,6 @@ class Assignment:
         rank, size: which of how many it is.
         blueprint: what to build.
         device: what computes there: the CPU, or a card by its number.
-        num_sharing: most ranks that have one card.
         is_one_host: whether all ranks are on one machine.
         host, port: of the store at which the ranks meet.
         num_threads: of torch, the same on all ranks.
@@ -65,7 +64,6 @@ class Assignment:
     size: int
     blueprint: Blueprint
     device: str
-    num_sharing: int
     is_one_host: bool
     host: str
     port: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -12,7 +13,7 @@ from paged.consensus import Leader
 from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
 from paged.kernels.peer_memory import SIZES
 from paged.runner.launched import Launch
-from paged.runner.ranks import START_S, Ranks, make_group, serve_store
+from paged.runner.ranks import START_S, Ranks, card_id, make_group, serve_store
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,13 +35,6 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
     devices = _devices(device, size, launch)
     num_local = size if launch is None else launch.num_local
     is_one_host = num_local == size
-    num_sharing = _num_sharing(devices[:num_local])
-    if num_sharing > 1:
-        _LOG.warning(
-            "%d ranks share the GPUs, up to %d each: they take turns, which costs milliseconds an exchange",
-            size,
-            num_sharing,
-        )
     ranks = Ranks.start(size) if launch is None else launch.gather(max(limit_s, START_S))
     leader: Leader | None = None
     try:
@@ -53,7 +47,6 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
                 size=size,
                 blueprint=blueprint,
                 device=str(devices[rank]),
-                num_sharing=num_sharing,
                 is_one_host=is_one_host,
                 host=ranks.host,
                 port=store.port,
@@ -63,7 +56,8 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
         ]
         ranks.tell_each(assignments, limit_s)
         # Who can't make sense of its assignment says so now: whoever waits for the group does not hear it.
-        ranks.hear(max(limit_s, START_S))
+        num_sharing = _num_sharing([card_id(devices[0]), *ranks.hear(max(limit_s, START_S))])
+        ranks.tell(num_sharing, limit_s)
         # Stopped processes of another launcher's can't be ended, so that the exchange itself needs the limit.
         group = make_group(
             0,
@@ -94,23 +88,32 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
 
 
 def _devices(device: torch.device, size: int, launch: Launch | None) -> list[torch.device]:
-    """The device of each rank: on cards the current one for rank 0, and those after it, in turn."""
+    """The device of each rank, as it sees the cards: the current one for rank 0, and those after it, in turn.
+
+    A launcher may show each process a card of its own, which has the same number in all of them.
+    """
     if device.type == "cpu":
         return [device] * size
-    num_local = size if launch is None else launch.num_local
     num_cards = torch.cuda.device_count()
-    if num_cards < num_local and (num_local < size or size not in SIZES):
-        unless = "" if num_local < size else f" (or {' or '.join(map(str, SIZES))}: ranks then share GPUs)"
+    if launch is None and num_cards < size and size not in SIZES:
         raise ValueError(
-            f"tp must be at most the number of GPUs here, {num_cards}{unless}, not {size}; or use device=cpu"
+            f"tp must be at most the number of GPUs here, {num_cards} (or {' or '.join(map(str, SIZES))}: ranks then "
+            f"share GPUs), not {size}; or use device=cpu"
         )
-    first = torch.cuda.current_device() if launch is None else 0
+    first, num_local = (torch.cuda.current_device(), size) if launch is None else (0, launch.num_local)
     return [torch.device("cuda", (first + rank % num_local) % num_cards) for rank in range(size)]
 
 
-def _num_sharing(devices: list[torch.device]) -> int:
-    """Most ranks that have one card, of the devices of one machine's ranks."""
-    return max(Counter(devices).values()) if devices[0].type == "cuda" else 1
+def _num_sharing(cards: Sequence[str | None]) -> int:
+    """Most ranks that have one card; says it where that is more than one."""
+    found = max(Counter(card for card in cards if card is not None).values(), default=1)
+    if found > 1:
+        _LOG.warning(
+            "%d ranks share the GPUs, up to %d each: they take turns, which costs milliseconds an exchange",
+            len(cards),
+            found,
+        )
+    return found
 
 
 def _num_threads(num_local: int) -> int:

@@ -71,7 +71,7 @@ def _serve(link: Link) -> None:
 
             from paged.consensus import Follower
             from paged.engine_parts import build_parts, warm_up
-            from paged.runner.ranks import START_S, make_group, reach_store
+            from paged.runner.ranks import START_S, card_id, make_group, reach_store
 
             link.send(platform.node())
             assignment: Assignment = link.receive()
@@ -81,7 +81,8 @@ def _serve(link: Link) -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             store = reach_store(assignment.host, assignment.port, START_S)
-            link.send(None)
+            link.send(card_id(device))
+            num_sharing: int = link.receive()
             # Rank 0 watches over exchanges; a limit here would count the time in which it is stopped.
             group = make_group(
                 assignment.rank,
@@ -90,7 +91,7 @@ def _serve(link: Link) -> None:
                 device,
                 assignment.host,
                 None,
-                num_sharing=assignment.num_sharing,
+                num_sharing=num_sharing,
                 is_one_host=assignment.is_one_host,
             )
             stack.enter_context(group)
@@ -100,7 +101,7 @@ def _serve(link: Link) -> None:
                 agreed: int = link.receive()
                 return agreed
 
-            parts = build_parts(assignment.blueprint, device, group, least, num_sharing=assignment.num_sharing)
+            parts = build_parts(assignment.blueprint, device, group, least, num_sharing=num_sharing)
             link.send(parts.numerics_id)
             link.receive()
         warm_up(parts)

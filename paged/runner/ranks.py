@@ -316,6 +316,11 @@ def reach_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
+def card_id(device: torch.device) -> str | None:
+    """What tells a card from all others, whichever number a process knows it by; None for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
 def make_group(
     rank: int,
     size: int,
@@ -349,7 +354,7 @@ def make_group(
         if isinstance(memory, PeerMemory):
             return RankGroup(rank, size, memory=memory)
         if num_sharing > 1:
-            raise ValueError(f"tp must be at most the number of GPUs here, not {size}, because {memory}")
+            raise ValueError(f"tp must be at most the number of GPUs, not {size}: ranks can't share them, as {memory}")
         if rank == 0:
             _LOG.warning("steps are launched one by one, and NCCL carries what ranks exchange: %s", memory)
     kinds = dist.ProcessGroup.BackendType

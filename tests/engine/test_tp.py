@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -377,23 +377,29 @@ def test_each_rank_has_a_card_of_its_own_or_shares_one(monkeypatch: pytest.Monke
     allowed = re.escape("the number of GPUs here, 3 (or 2 or 4: ranks then share GPUs)")
     with pytest.raises(ValueError, match=rf"^tp must be at most {allowed}, not 16; or use device=cpu$"):
         engine_ranks._devices(torch.device("cuda"), 16, None)
-    with pytest.raises(ValueError, match=r"^tp must be at most the number of GPUs here, 3, not 8; or use device=cpu$"):
-        engine_ranks._devices(torch.device("cuda"), 8, Launch(0, 8, 4))
     shared = engine_ranks._devices(torch.device("cuda"), 4, None)
     assert shared == [torch.device("cuda", number) for number in (2, 0, 1, 2)]
     cards = engine_ranks._devices(torch.device("cuda"), 2, None)
     assert cards == [torch.device("cuda:2"), torch.device("cuda:0")], "the current one is rank 0's"
     launched = engine_ranks._devices(torch.device("cuda"), 6, Launch(0, 6, 3))
     assert launched == [torch.device("cuda", number) for number in (0, 1, 2, 0, 1, 2)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    alone = engine_ranks._devices(torch.device("cuda"), 8, Launch(0, 8, 8))
+    assert alone == [torch.device("cuda:0")] * 8, "a launcher may show each process its own card alone"
 
 
-@pytest.mark.parametrize(("size", "num_local", "num_sharing"), [(2, 2, 1), (4, 4, 2), (6, 3, 1), (6, 2, 1)], ids=str)
-def test_cards_are_shared_by_ranks_of_one_machine(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, size: int, num_local: int, num_sharing: int
+@pytest.mark.parametrize(
+    ("num_local", "cards", "num_sharing"),
+    [(2, "ab", 1), (4, "abab", 2), (4, "abca", 2), (3, "abcdef", 1), (2, "ababcd", 2)],
+    ids=str,
+)
+def test_ranks_share_a_card_only_if_it_is_the_same_one(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, num_local: int, cards: str, num_sharing: int
 ) -> None:
-    """Ranks on two machines had cards of the same numbers, were taken to share them, and refused."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    found: list[tuple[int, bool]] = []
+    """Ranks whose cards had the same numbers, on two machines or each shown its own, were taken to share them."""
+    size = len(cards)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found: list[Any] = []
 
     def meet(*args: Any, num_sharing: int, is_one_host: bool) -> Any:
         found.append((num_sharing, is_one_host))
@@ -401,13 +407,16 @@ def test_cards_are_shared_by_ranks_of_one_machine(
 
     class Peers:
         host = "127.0.0.1"
-        assignments: Sequence[Assignment] = ()
+        answers: ClassVar = [["there"] * (size - 1), list(cards[1:])]
 
         def hear(self, limit_s: float) -> list[Any]:
-            return []
+            return self.answers.pop(0)
 
         def tell_each(self, assignments: Sequence[Assignment], limit_s: float) -> None:
-            found.extend((each.num_sharing, each.is_one_host) for each in assignments)
+            assert {each.is_one_host for each in assignments} == {num_local == size}
+
+        def tell(self, message: Any, limit_s: float) -> None:
+            found.append(message)
 
         def cause(self, error: BaseException, limit_s: float) -> None:
             return None
@@ -418,10 +427,11 @@ def test_cards_are_shared_by_ranks_of_one_machine(
     launch = Launch(0, size, num_local)
     monkeypatch.setattr(Launch, "gather", lambda self, limit_s: Peers())
     monkeypatch.setattr(engine_ranks, "make_group", meet)
+    monkeypatch.setattr(engine_ranks, "card_id", lambda device: cards[0])
     blueprint = Blueprint(spec=SPECS["qwen3"], folder=folders["qwen3"], config=EngineConfig(tp=size))
     with pytest.raises(TPError, match="enough is known"):
         engine_ranks.build_with_ranks(blueprint, torch.device("cuda"), launch)
-    assert found == [(num_sharing, num_local == size)] * size
+    assert found == [num_sharing, (num_sharing, num_local == size)]
 
 
 def test_ranks_share_the_cores_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
