@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from paged.core.checks import check_whole, is_positive
 
 QK_NORMS = ("none", "head", "full")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -74,9 +75,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_position_embeddings"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
+            check_whole(name, getattr(self, name), 1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, not {self.num_heads} over {self.num_kv_heads}"
@@ -84,14 +83,12 @@ class ModelSpec:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for the rotary embedding, not {self.head_dim}")
         for name in ("rope_theta", "rms_norm_eps"):
-            if not _is_positive(getattr(self, name)):
+            if not is_positive(getattr(self, name)):
                 raise ValueError(f"{name} must be a positive number, not {getattr(self, name)!r}")
-        if self.clip_qkv is not None and not _is_positive(self.clip_qkv):
+        if self.clip_qkv is not None and not is_positive(self.clip_qkv):
             raise ValueError(f"clip_qkv must be a positive number or None, not {self.clip_qkv!r}")
         for name in ("num_experts", "num_experts_per_token"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be a whole number, at least 0, not {value!r}")
+            check_whole(name, getattr(self, name), 0)
         # Without experts both are 0.
         if not min(self.num_experts, 1) <= self.num_experts_per_token <= self.num_experts:
             raise ValueError(
@@ -295,7 +292,7 @@ def _read_olmoe(config: Mapping[str, Any]) -> dict[str, Any]:
     bias = _boolean(config, "attention_bias", False)
     values = _read_common(config, rope_theta=10000.0) | {"qk_norm": "full", "qkv_bias": bias, "o_bias": bias}
     clip = config.get("clip_qkv")
-    if clip is not None and not _is_positive(clip):
+    if clip is not None and not is_positive(clip):
         raise ValueError(f"config.json: clip_qkv must be a positive number or null, not {clip!r}")
     num_experts, per_token = _whole(config, "num_experts"), _whole(config, "num_experts_per_tok")
     if per_token > num_experts:
@@ -373,7 +370,7 @@ def _read_common(config: Mapping[str, Any], *, rope_theta: float | None = None) 
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json: hidden_act must be silu, not {config['hidden_act']!r}")
     eps = config.get("rms_norm_eps")
-    if not _is_positive(eps):
+    if not is_positive(eps):
         raise ValueError(f"config.json: rms_norm_eps must be a positive number, not {eps!r}")
     values["rms_norm_eps"] = float(config["rms_norm_eps"])
     values["rope_theta"] = _rope_theta(config, rope_theta)
@@ -384,9 +381,8 @@ def _read_common(config: Mapping[str, Any], *, rope_theta: float | None = None) 
 def _whole(config: Mapping[str, Any], name: str) -> int:
     if name not in config:
         raise ValueError(f"config.json: {name} is missing")
-    value = config[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {name} must be a whole number, at least 1, not {value!r}")
+    value: int = config[name]
+    check_whole(f"config.json: {name}", value, 1)
     return value
 
 
@@ -397,10 +393,6 @@ def _boolean(config: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {name} must be true or false, not {value!r}")
     return value
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _rope_theta(config: Mapping[str, Any], default: float | None) -> float:
@@ -425,7 +417,7 @@ def _rope_theta(config: Mapping[str, Any], default: float | None) -> float:
     theta = default if theta is None else theta
     if theta is None:
         raise ValueError("config.json: rope_theta is missing (also from rope_parameters)")
-    if not _is_positive(theta):
+    if not is_positive(theta):
         raise ValueError(f"config.json: rope_theta must be a positive number, not {theta!r}")
     return float(theta)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paged.core.blocks import BlockPool
+from paged.core.checks import check_whole
 from paged.core.lengths import LengthHistory
 from paged.core.metrics import Counters
 from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, Started, StepPlan, StepResult
@@ -53,9 +54,7 @@ class SchedulerConfig:
         names = ("num_blocks", "block_size", "max_num_seqs", "max_step_tokens", "chunk_size", "depth")
         optional = [name for name in ("max_seq_len", "vocab_size") if getattr(self, name) is not None]
         for name in (*names, *optional):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
+            check_whole(name, getattr(self, name), 1)
 
 
 class NonFiniteLogitsError(FloatingPointError):
