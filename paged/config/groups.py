@@ -16,9 +16,10 @@ from omegaconf import MISSING, DictConfig, open_dict
 
 from paged.config.convert import GIVEN, nearest
 from paged.core.checks import check_whole
+from paged.core.config_json import CONFIG_FIELDS
 from paged.core.hardware import AllReduceTable, Figure, Hardware
 from paged.core.memory import Deployment
-from paged.core.model_spec import CONFIG_FIELDS, ModelSpec
+from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Forecast, Policy, Reserve, Watermark
 from paged.core.sharding import check_tp
 from paged.model.locate import find_model

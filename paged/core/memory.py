@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from paged.core.checks import check_whole
+from paged.core.config_json import DTYPES
 from paged.core.hardware import Hardware
-from paged.core.model_spec import DTYPES, ModelSpec
+from paged.core.model_spec import ModelSpec
 from paged.core.policy import num_blocks_for
 from paged.core.sharding import check_tp, num_parameters_per_rank
 
