@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from paged.core.checks import check_whole
+from paged.core.limits import SchedulerConfig
 from paged.core.memory import FP8, kv_token_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Policy, num_blocks_for
-from paged.core.scheduler import SchedulerConfig
 from paged.kernels.numerics import MODES, Numerics
 from paged.model.decoder import TORCH_DTYPES
 
