@@ -569,7 +569,6 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._all_follow_at = -1
         sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
         request = sequence.request
         samples = self._live[request.id]
         del samples[request.sample]
