@@ -81,11 +81,11 @@ class Numerics:
     def numerics_id(self, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device | str, tp: int = 1) -> str:
         """12 hexadecimal digits over the constants, the dtypes, the kind of device and the version of torch.
 
-        Constants of masses count as well. The number of ranks ``tp`` does too, unless the bits are
-        the same over all of them.
+        The constants of masses count as well, and the number of ranks ``tp``, unless no bits hang on it.
 
         On the CPU what the libraries make of a few fixed products counts too: they choose their kernels by instruction
-        set, number of threads and environment, which no version tells.
+        set, number of threads and environment, which no version tells. On cards Triton's version and ``KERNEL_ORDERS``
+        count.
         """
         device = torch.device(device)
         facts: dict[str, object] = {"constants": asdict(self), "dtype": str(dtype), "kv_dtype": str(kv_dtype)}
@@ -128,7 +128,7 @@ def _fixed_numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fold_tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``parts`` as a balanced tree, neighbours first: ((0 + 1) + (2 + 3)); a last odd one waits its turn."""
+    """The sum of ``parts`` as a balanced tree, neighbours first: ((0 + 1) + (2 + 3)); an odd last one moves up."""
     while len(parts) > 1:
         pairs = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + list(parts[2 * len(pairs) :])

@@ -216,7 +216,7 @@ class Engine:
         if self._is_taken(request_id):
             raise ValueError(f"id {request_id!r} is in use by a request that has not finished, or not been delivered")
         shared = Prompt(token_ids)
-        max_tokens = self.scheduler.max_tokens_for(len(shared), params.max_tokens)
+        max_tokens = self.scheduler.config.max_tokens_for(len(shared), params.max_tokens)
         wanted = range(params.n) if samples is None else list(samples)
         if not wanted or not all(j in range(params.n) for j in wanted):
             raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {wanted}")
@@ -399,7 +399,7 @@ class Engine:
         counters["preemptions"] = counters.pop("num_preemptions")
         return {
             **counters,
-            "kv_tokens": limits.num_blocks * limits.block_size,
+            "kv_tokens": limits.kv_tokens,
             "depth": limits.depth,
             "max_step_tokens": limits.max_step_tokens,
             "chunk_size": limits.chunk_size,

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from paged.core.memory import kv_token_bytes, num_blocks_in
+from paged.core.checks import check_whole
+from paged.core.limits import SchedulerConfig
+from paged.core.memory import FP8, kv_token_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Policy, num_blocks_for
-from paged.core.scheduler import SchedulerConfig
 from paged.kernels.numerics import MODES, Numerics
 from paged.model.decoder import TORCH_DTYPES
 
-KV_DTYPES = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn, "float8_e4m3fn": torch.float8_e4m3fn}
+KV_DTYPES = {**TORCH_DTYPES, **dict.fromkeys(FP8, torch.float8_e4m3fn)}
 
 # The pool of an engine on the CPU that is not told how many blocks to have.
 CPU_POOL_BYTES = 2 << 30
@@ -86,8 +87,7 @@ class EngineConfig:
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("weights", self.weights, ("auto", "dummy"))
         _check_choice("verify", self.verify, (True, False))
-        if isinstance(self.tp, bool) or not isinstance(self.tp, int) or self.tp < 1:
-            raise ValueError(f"tp must be a whole number, at least 1, not {self.tp!r}")
+        check_whole("tp", self.tp, 1)
         if not isinstance(self.tp_timeout_s, int | float) or not 0.1 <= self.tp_timeout_s <= MOST_TIMEOUT_S:
             raise ValueError(f"tp_timeout_s must be 0.1 to {MOST_TIMEOUT_S}, not {self.tp_timeout_s!r}")
         self.build_numerics()

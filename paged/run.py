@@ -47,7 +47,7 @@ from paged.workload.job import SizedWorkload
 from paged.workload.prompts import PromptLine, PromptsWorkload, RefusedLine, read_prompts, write_prompts
 
 if TYPE_CHECKING:
-    from paged.engine import Engine, SampleUpdate
+    from paged.engine import CompletionOutput, Engine, SampleUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ class _Run:
             self._finish(results, update.output)
         return len(update.token_ids)
 
-    def _finish(self, results: ResultsFile, output: Any) -> None:
+    def _finish(self, results: ResultsFile, output: CompletionOutput) -> None:
         solved = None
         if output.request_id in self.texts:
             solved = arithmetic.is_solved(self.texts[output.request_id], output.text)

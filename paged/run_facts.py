@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from paged.core.config_json import read_json
 from paged.core.memory import FP8
-from paged.core.model_spec import ModelSpec, read_json
+from paged.core.model_spec import ModelSpec
 from paged.model.locate import find_model
 
 

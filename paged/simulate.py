@@ -54,8 +54,7 @@ FIGURES: Final = (
 )
 """What the table of a sweep shows."""
 
-
-_NO_POINT: Final = "replay must not be given in a sweep: replay one run's folder at a time"
+_NO_REPLAY_IN_SWEEP: Final = "replay must not be given in a sweep: replay one run's folder at a time"
 
 
 class _StuckError(Exception):
@@ -81,7 +80,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         config = sim_config(with_given_sources(cfg, overrides))
         if config.replay is not None:
             if in_sweep:
-                raise UserError(_NO_POINT)
+                raise UserError(_NO_REPLAY_IN_SWEEP)
             return _replay(config, config.replay, folder, _given(overrides), _changed(cfg))
         return _simulate(config, folder, in_sweep)
     except _StuckError as error:
@@ -100,7 +99,7 @@ def check_sweep(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "replay" and value != "null":
-            raise UserError(_NO_POINT)
+            raise UserError(_NO_REPLAY_IN_SWEEP)
         if key == "optimize" and "," not in value:
             try:
                 Goal.parse(value.strip("'\""), SCALARS)

@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from paged.core.limits import SchedulerConfig
 from paged.core.metrics import Counters
 from paged.core.plan import SAMPLE, SCORE, StepPlan, StepResult
 from paged.core.policy import Policy
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams
-from paged.core.scheduler import Scheduler, SchedulerConfig
+from paged.core.scheduler import Scheduler
 from paged.sim.calibration import ErrorSummary
 from paged.sim.latency import LatencyModel
 from paged.sim.measured import MeasuredStep, StepTimes

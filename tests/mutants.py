@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged.core import model_spec
+from paged.core import config_json
 from paged.core.blocks import BlockPool
+from paged.core.model_spec import ModelSpec
 from paged.core.plan import Started, StepResult
 from paged.core.policy import Policy
 from paged.core.request import Request
@@ -407,14 +408,14 @@ def tensor_set_check_removed(fault: Fault) -> None:
     """Whatever the files hold is taken."""
 
     @fault.replaces(checkpoint_module, "check_checkpoint")
-    def check(original: Any, folder: Path, spec: model_spec.ModelSpec, *rest: Any) -> Any:
+    def check(original: Any, folder: Path, spec: ModelSpec, *rest: Any) -> Any:
         fault.reach()
         stored, _ = checkpoint_module._read_headers(folder, spec.parameter_shapes(), [])
         return stored
 
 
 def only_the_eos_of_config_json(fault: Fault) -> None:
-    @fault.replaces(model_spec, "_eos_token_ids")
+    @fault.replaces(config_json, "_eos_token_ids")
     def eos(original: Any, config: Any, generation_config: Any, vocab_size: int) -> tuple[int, ...]:
         if generation_config is not None:
             fault.reach()

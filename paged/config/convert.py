@@ -158,12 +158,6 @@ def hydra_sentence(error: Exception, command: str) -> str:
     return first
 
 
-def _groups_of_run() -> Iterable[str]:
-    root = importlib.import_module("paged.config.run").ROOT
-    assert isinstance(root, Root)
-    return root.groups
-
-
 def _not_taken(key: str, command: str) -> str:
     """A sentence for a key of a group that `run` has and `command` has not."""
     group, known = key.partition(".")[0], known_keys(command)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 from omegaconf import MISSING, DictConfig, open_dict
 
 from paged.config.convert import GIVEN, nearest
+from paged.core.checks import check_whole
+from paged.core.config_json import CONFIG_FIELDS
 from paged.core.hardware import AllReduceTable, Figure, Hardware
 from paged.core.memory import Deployment
-from paged.core.model_spec import CONFIG_FIELDS, ModelSpec
+from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Forecast, Policy, Reserve, Watermark
 from paged.core.sharding import check_tp
 from paged.model.locate import find_model
@@ -312,8 +314,7 @@ class DeploymentSchema:
             ValueError: naming the key and what is allowed.
             InfeasibleError: the model can't be cut over `tp` ranks, or has fewer positions than `max_seq_len`.
         """
-        if self.tp < 1:
-            raise ValueError(f"tp must be a whole number, at least 1, not {self.tp}")
+        check_whole("tp", self.tp, 1)
         spec = model.find(self.max_seq_len)
         try:
             check_tp(spec, self.tp)

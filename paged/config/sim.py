@@ -22,9 +22,9 @@ from paged.config.groups import (
     RooflineSchema,
 )
 from paged.config.workloads import WORKLOADS
+from paged.core.limits import SchedulerConfig
 from paged.core.memory import GIB, Deployment
 from paged.core.policy import Policy
-from paged.core.scheduler import SchedulerConfig
 from paged.outcome import InfeasibleError, UserError
 from paged.run_facts import differences, model_name
 from paged.sim.calibration import CALIBRATION_FILE, Calibrated, Calibration, Provenance

@@ -54,12 +54,12 @@ class LengthHistory:
         self.stops[span] += number * stopped
 
     def hazard(self, counts: Sequence[int], tokens: Sequence[int], longest: int) -> Hazard:
-        """How likely samples are to stop at each length.
+        """How likely samples are to stop at each length: the hazard rate, estimated from right-censored data.
 
-        In each span it is the number that stopped there over the tokens that all wrote there. Whoever was cut, and
-        whoever still runs, counts for the tokens that it has written: that short samples are the first to finish then
-        makes no difference. One more sample is imagined, of which nothing is known: any length up to ``longest`` is as
-        likely. It decides where nobody has been, and hardly matters where many have.
+        In each span it is the number of samples that stopped there over the tokens that all samples wrote there.
+        Samples that were cut, or still run, count for the tokens that they have written; so the estimate does not lean
+        to short lengths, though short samples are the first to finish. As a prior one more sample is counted, whose
+        length is uniform up to ``longest``: it decides where no sample has been, and hardly matters where many have.
 
         Args:
             counts: running sequences by the span of their output so far.
@@ -73,7 +73,7 @@ class LengthHistory:
             low, high = BOUNDS[span], BOUNDS[span + 1]
             num_beyond -= by_span[span]
             written = self.tokens[span] + tokens[span] - by_span[span] * low + num_beyond * (high - low)
-            # The imagined sample's chance to end in this span, and the tokens that it is expected to write in it.
+            # The prior's chance to end in this span, and the tokens that it is expected to write in it.
             high = min(high, longest)
             ends = (high - low) / longest
             writes = ends * (longest - 0.5 * (low + high))
@@ -82,7 +82,7 @@ class LengthHistory:
 
 
 class Hazard:
-    """The chance of a sample that has come to some length to stop there, which is even within each span.
+    """The chance that a sample which has come to some length stops there; constant within each span.
 
     Args:
         hazards: of each span, from the first on; the last one's holds for all lengths beyond.

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from paged.core.checks import check_whole
+from paged.core.config_json import DTYPES
 from paged.core.hardware import Hardware
-from paged.core.model_spec import DTYPES, ModelSpec
+from paged.core.model_spec import ModelSpec
 from paged.core.policy import num_blocks_for
 from paged.core.sharding import check_tp, num_parameters_per_rank
 
@@ -150,8 +152,7 @@ class Deployment:
         if self.kv_dtype not in KV_DTYPE_BYTES:
             raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPE_BYTES)}, not {self.kv_dtype!r}")
         for name in ("block_size", "max_num_seqs", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, not {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
         if not 0 < self.utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.utilization}")
         for name in ("weights_gib", "activation_gib", "context_gib"):

@@ -170,7 +170,8 @@ class Forecast(Policy):
         hazard, groups = _look(sequence, load)
         block_size, num_used, output = load.block_size, load.num_used, sequence.num_output
         end = _last_step(sequence.request.max_tokens - output, block_size)
-        # The sum is smooth but where a group reaches its bound: a look at each doubling finds its peak.
+        # The expected sum is smooth except where a group reaches its bound: to find its peak, a look at those times and
+        # at each doubling will do.
         times = {block_size << power for power in range((end // block_size).bit_length())}
         times.update(group.last for group in groups)
         times.add(end)
@@ -178,7 +179,7 @@ class Forecast(Policy):
         passed = hazard.up_to(output)
         margin = 0.0
         for time in sorted(times):
-            # To yield, the newcomer must still run, and the pool have been full: the product is to be the risk.
+            # The newcomer yields if it still runs and the pool is full: the product of both chances is to be the risk.
             stays = math.exp(passed - hazard.up_to(output + time))
             if time > end or stays <= self.risk:
                 break
@@ -193,7 +194,8 @@ class Forecast(Policy):
                     most += blocks
                     growth += lives * blocks
                     variance += lives * (1 - lives) * blocks * blocks / number
-            # A sum that wanders has been above its level at some moment about twice as often as it is at the last one.
+            # By the reflection principle a random walk has been above a level at some time about twice as often as it
+            # is at the end.
             quantile = growth - _NORMAL.inv_cdf(chance / 2) * math.sqrt(variance)
             margin = max(margin, min(quantile, most))
         return math.ceil(margin)

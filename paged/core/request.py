@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
+from paged.core.checks import check_whole
 from paged.core.prompt import AnyPrompt
 
 # What a prompt can be given as.
@@ -62,15 +63,15 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, int))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        _check_int("n", self.n, 1, MAX_SAMPLES)
+        check_whole("n", self.n, 1, MAX_SAMPLES)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
+            check_whole("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
+        check_whole("top_k", self.top_k, -1, 2**31 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_number("temperature", self.temperature, 0.0, 1e4)
         _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
@@ -156,12 +157,6 @@ def sample_seed(request_id: str, seed: int | None, sample: int, engine_seed: int
     if seed is not None:
         return stable_hash("seed", seed, sample)
     return stable_hash("id", engine_seed, request_id, sample)
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be a whole number, {allowed}, not {value!r}")
 
 
 def _check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:

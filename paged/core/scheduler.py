@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from paged.core.blocks import BlockPool
 from paged.core.lengths import LengthHistory
+from paged.core.limits import SchedulerConfig as SchedulerConfig  # as callers know it
 from paged.core.metrics import Counters
 from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, Started, StepPlan, StepResult
 from paged.core.policy import Fifo, Load, Policy, num_blocks_for
@@ -18,44 +19,6 @@ from paged.core.request import Request
 from paged.core.reuse import PrefixReuse
 from paged.core.sequence import FinishReason, Sequence, Status
 from paged.core.steady import SteadyDecode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """The limits that a scheduler decides within.
-
-    Attributes:
-        num_blocks: blocks in the pool.
-        block_size: tokens in a block.
-        max_num_seqs: most sequences running at once.
-        max_step_tokens: most tokens computed in a step.
-        chunk_size: most tokens of one sequence computed in a step.
-        max_seq_len: most tokens of a sequence whose keys and values are ever held.
-        vocab_size: prompt token ids must lie below it; None takes any.
-        depth: most plans in flight.
-        prefix_reuse: whether blocks of running and finished sequences are reused by content.
-
-    Raises:
-        ValueError: naming the field and what is allowed.
-    """
-
-    num_blocks: int
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_step_tokens: int = 2048
-    chunk_size: int = 512
-    max_seq_len: int | None = None
-    vocab_size: int | None = None
-    depth: int = 1
-    prefix_reuse: bool = True
-
-    def __post_init__(self) -> None:
-        names = ("num_blocks", "block_size", "max_num_seqs", "max_step_tokens", "chunk_size", "depth")
-        optional = [name for name in ("max_seq_len", "vocab_size") if getattr(self, name) is not None]
-        for name in (*names, *optional):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -106,7 +69,7 @@ class Commit(NamedTuple):
     finished: Seq[Finished]
 
 
-# A plan handed out, whose its rows are, and the steady decoding that it belongs to, if any.
+# A plan handed out, the sequences of its rows, and the steady decoding that it belongs to, if any.
 _InFlight = tuple[StepPlan, Seq[Sequence], SteadyDecode | None]
 
 
@@ -153,9 +116,11 @@ class Scheduler:
         self._reuse = PrefixReuse(self.pool, config.block_size, config.prefix_reuse)
         self._load = Load(self._running, self.pool, config.block_size, LengthHistory())
         self._steady: SteadyDecode | None = None
-        # Where everybody who waits follows a leader: how many keys had lost theirs then. -1 once the queue has changed.
+        # `num_unled` of the reuse when all that wait were found to follow leaders: nobody can be admitted until it
+        # changes. -1 where that is not known, because the queue has changed.
         self._all_follow_at = -1
-        # Whom the policy has refused, and with how many blocks to adopt; None once somebody has left since.
+        # The head of the queue if the policy has refused it, and how many blocks it could adopt then: the answer holds
+        # until a running sequence leaves.
         self._refused: tuple[Sequence, int] | None = None
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
@@ -188,17 +153,6 @@ class Scheduler:
         return request_id in self._live
 
     # What arrives
-
-    def max_tokens_for(self, num_prompt: int, max_tokens: int | None) -> int:
-        """``max_tokens`` of a request, or for None all that ``max_seq_len`` leaves to a prompt of this length.
-
-        The pool's size plays no part, so that it cannot change what is generated; a pool too small refuses.
-        """
-        if max_tokens is not None:
-            return max_tokens
-        config = self.config
-        limit = config.num_blocks * config.block_size if config.max_seq_len is None else config.max_seq_len
-        return limit + 1 - num_prompt
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue the samples of one request, all or none.
@@ -363,117 +317,6 @@ class Scheduler:
             raise RuntimeError(f"no sequence can make progress: {self._describe()}")
         return None
 
-    def _hand_out_draft(self, draft: _Draft) -> StepPlan:
-        columns = draft.slots, draft.starts, draft.lengths, draft.logits
-        num_tokens = self.config.max_step_tokens - draft.budget
-        return self._hand_out(columns, draft.sequences, draft.started, draft.appended, num_tokens)
-
-    def _hand_out(
-        self,
-        columns: tuple[Seq[int], Seq[int], Seq[int], Seq[int]],
-        sequences: Seq[Sequence],
-        started: Seq[Started],
-        appended: Seq[tuple[int, int]],
-        num_tokens: int,
-    ) -> StepPlan:
-        """Make the plan, count it and put it in flight; what it holds is never changed again."""
-        released: Seq[int] = ()
-        preempted: Seq[tuple[str, int]] = ()
-        if self._released:
-            released, self._released = self._released, []
-        if self._preempted:
-            preempted, self._preempted = self._preempted, []
-        counters = self.counters
-        plan = StepPlan(counters.num_steps, self.weight_version, released, started, appended, *columns, preempted)
-        counters.num_steps += 1
-        counters.forward_tokens += num_tokens
-        if appended or started:
-            counters.peak_blocks = max(counters.peak_blocks, self.pool.num_used)
-        self._in_flight.append((plan, sequences, self._steady))
-        return plan
-
-    # Steady decoding
-
-    def _plan_steadily(self, steady: SteadyDecode) -> StepPlan | None:
-        """The next step of a steady decoding; None if it cannot go on, and has ended."""
-        appended = self._grow_steadily(steady)
-        if appended is None:
-            self._end_steady()
-            return None
-        starts = steady.advance()
-        if self._waiting:
-            draft = self._admit_beside(steady, starts, appended)
-            if draft is not None:
-                return self._hand_out_draft(draft)
-        columns = steady.slots, starts, steady.lengths, steady.logits
-        return self._hand_out(columns, steady.sequences, (), appended, len(starts))
-
-    def _begin_steady(self) -> SteadyDecode | None:
-        """A steady decoding of all that runs; None if anything but a plain decode is next for some sequence."""
-        running = self._running
-        if not running or len(running) > self.config.max_step_tokens:
-            return None
-        block_size, references = self.config.block_size, self.pool.references
-        # The youngest are the likeliest to have something else to do.
-        for sequence in reversed(running):
-            position, blocks = sequence.num_scheduled, sequence.blocks
-            is_decode = sequence.num_tokens == position + 1 and position >= sequence.num_forwarded
-            # Such a row may sample no last token, and the last token of a recomputed text may have its block already.
-            if (
-                not is_decode
-                or not sequence.num_prompt <= position < sequence.max_tokens_total - 2
-                or len(blocks) != num_blocks_for(position, block_size)
-            ):
-                return None
-            # What is begun is written on; a block that is full is followed by a new one.
-            if position % block_size and references[blocks[-1]] != 1:
-                self.pool.check_writable(blocks[-1:])
-        self._steady = SteadyDecode(running, block_size)
-        return self._steady
-
-    def _grow_steadily(self, steady: SteadyDecode) -> Seq[tuple[int, int]] | None:
-        """The blocks that the next plan of a steady decoding appends; None if it cannot go on: nothing has changed."""
-        if steady.num_left == 0:
-            return None
-        growing = steady.growing()
-        if not growing:
-            return ()
-        if len(growing) > self.pool.num_free:
-            return None
-        appended: list[tuple[int, int]] = []
-        for sequence, block in zip(growing, self.pool.allocate(len(growing)), strict=True):
-            sequence.blocks.append(block)
-            appended.append((sequence.slot, block))
-        return appended
-
-    def _admit_beside(self, steady: SteadyDecode, starts: Seq[int], appended: Seq[tuple[int, int]]) -> _Draft | None:
-        """The plan of a steady decoding's rows and of admissions, which end it; None if nobody is admitted."""
-        draft = _Draft(self.config.max_step_tokens - len(starts))
-        self._admit(draft)
-        if not draft.slots:
-            return None
-        return _Draft(
-            draft.budget,
-            [*steady.slots, *draft.slots],
-            [*starts, *draft.starts],
-            [*steady.lengths, *draft.lengths],
-            [*steady.logits, *draft.logits],
-            [*steady.sequences, *draft.sequences],
-            draft.started,
-            list(appended),
-        )
-
-    def _settle(self) -> None:
-        """Bring the sequences of a steady decoding up to date."""
-        if self._steady is not None:
-            self._steady.settle()
-
-    def _end_steady(self) -> None:
-        """Go on step by step: what is in flight is committed row by row."""
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
-
     def _plan_running(self, draft: _Draft) -> None:
         """Rows of running sequences: decodes, then chunks. Only decodes can need a block and so preempt."""
         block_size = self.config.block_size
@@ -627,6 +470,87 @@ class Scheduler:
         )
         self._add_chunk(sequence, draft)
 
+    # Steady decoding
+
+    def _plan_steadily(self, steady: SteadyDecode) -> StepPlan | None:
+        """The next step of a steady decoding; None if it cannot go on, and has ended."""
+        appended = steady.grow(self.pool)
+        if appended is None:
+            self._end_steady()
+            return None
+        starts = steady.advance()
+        if self._waiting:
+            draft = self._admit_beside(steady, starts, appended)
+            if draft is not None:
+                return self._hand_out_draft(draft)
+        columns = steady.slots, starts, steady.lengths, steady.logits
+        return self._hand_out(columns, steady.sequences, (), appended, len(starts))
+
+    def _begin_steady(self) -> SteadyDecode | None:
+        """A steady decoding of all that runs, if it may begin now."""
+        if 0 < len(self._running) <= self.config.max_step_tokens:
+            self._steady = SteadyDecode.begin(self._running, self.pool, self.config.block_size)
+        return self._steady
+
+    def _admit_beside(self, steady: SteadyDecode, starts: Seq[int], appended: Seq[tuple[int, int]]) -> _Draft | None:
+        """The plan of a steady decoding's rows and of admissions, which end it; None if nobody is admitted."""
+        draft = _Draft(self.config.max_step_tokens - len(starts))
+        self._admit(draft)
+        if not draft.slots:
+            return None
+        return _Draft(
+            draft.budget,
+            [*steady.slots, *draft.slots],
+            [*starts, *draft.starts],
+            [*steady.lengths, *draft.lengths],
+            [*steady.logits, *draft.logits],
+            [*steady.sequences, *draft.sequences],
+            draft.started,
+            list(appended),
+        )
+
+    def _settle(self) -> None:
+        """Bring the sequences of a steady decoding up to date."""
+        if self._steady is not None:
+            self._steady.settle()
+
+    def _end_steady(self) -> None:
+        """Go on step by step: what is in flight is committed row by row."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
+
+    # Handing out
+
+    def _hand_out_draft(self, draft: _Draft) -> StepPlan:
+        columns = draft.slots, draft.starts, draft.lengths, draft.logits
+        num_tokens = self.config.max_step_tokens - draft.budget
+        return self._hand_out(columns, draft.sequences, draft.started, draft.appended, num_tokens)
+
+    def _hand_out(
+        self,
+        columns: tuple[Seq[int], Seq[int], Seq[int], Seq[int]],
+        sequences: Seq[Sequence],
+        started: Seq[Started],
+        appended: Seq[tuple[int, int]],
+        num_tokens: int,
+    ) -> StepPlan:
+        """Make the plan, count it and put it in flight; what it holds is never changed again."""
+        released: Seq[int] = ()
+        preempted: Seq[tuple[str, int]] = ()
+        if self._released:
+            released, self._released = self._released, []
+        if self._preempted:
+            preempted, self._preempted = self._preempted, []
+        counters = self.counters
+        plan = StepPlan(counters.num_steps, self.weight_version, released, started, appended, *columns, preempted)
+        counters.num_steps += 1
+        counters.forward_tokens += num_tokens
+        if appended or started:
+            counters.peak_blocks = max(counters.peak_blocks, self.pool.num_used)
+        self._in_flight.append((plan, sequences, self._steady))
+        return plan
+
     # Leaving
 
     def _evict(self, sequence: Sequence) -> None:
@@ -645,7 +569,6 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._all_follow_at = -1
         sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
         request = sequence.request
         samples = self._live[request.id]
         del samples[request.sample]
@@ -673,29 +596,12 @@ class Scheduler:
         sequence.slot = -1
         self._reuse.leave(sequence)
 
-    # Refusals
+    # Refusals and reports
 
     def _check_request(self, request: Request) -> None:
         if request.sample in self._live.get(request.id, {}):
             raise ValueError(f"id {request.id!r} is in use by a request that has not finished")
-        num_prompt = len(request.prompt)
-        if not num_prompt:
-            raise ValueError("the prompt must hold at least one token")
-        request.prompt.check(self.config.vocab_size)
-        config = self.config
-        # The last token sampled is never fed back, so a sequence of N tokens holds N - 1.
-        held = num_prompt + max(request.max_tokens, 1) - 1
-        wish = f"a prompt of {num_prompt} tokens"
-        if request.max_tokens > 0:
-            wish += f" with max_tokens {request.max_tokens}"
-        if config.max_seq_len is not None and held > config.max_seq_len:
-            raise ValueError(f"{wish} exceeds max_seq_len, {config.max_seq_len} tokens")
-        if held > config.num_blocks * config.block_size:
-            size = config.num_blocks * config.block_size
-            pool = f"{size} tokens (num_blocks {config.num_blocks} x block_size {config.block_size})"
-            raise ValueError(f"{wish} can never fit the cache, {pool}")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
+        self.config.check(request)
 
     def _describe(self) -> str:
         return (

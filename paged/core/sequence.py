@@ -31,6 +31,7 @@ class Sequence:
 
     Attributes:
         request: what was asked for.
+        status: where it is in its life.
         num_prompt: length of the prompt.
         output_ids: committed output, as far as executors tell tokens.
         num_output: committed output tokens, told or not.
@@ -40,6 +41,7 @@ class Sequence:
         num_computed: leading tokens whose keys and values are in the cache.
         num_in_flight: plans in flight that contain this sequence.
         num_forwarded: most tokens ever scheduled; what is computed again below it is recomputation.
+        num_preemptions: times it was sent back to wait.
         is_scored: whether the log-probabilities of the whole prompt have been reported.
         num_cached_tokens: tokens taken over from the cache at the first admission.
         max_tokens_total: prompt plus the most tokens that may be generated.
@@ -53,7 +55,6 @@ class Sequence:
 
     __slots__ = (
         "blocks",
-        "finish_reason",
         "is_scored",
         "keys",
         "max_tokens_total",
@@ -78,7 +79,6 @@ class Sequence:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
         self.output_ids: list[int] = []
         self.num_output = 0
         self.num_prompt = self.num_tokens = len(request.prompt)

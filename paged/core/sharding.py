@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paged.core.checks import check_whole
 from paged.core.model_spec import ModelSpec
 
 # Modules by the last word of their name: cut in their outputs, or in the inputs of their weight.
@@ -39,8 +40,7 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
         IndivisibleError: one sentence that names every divisibility that is violated, by its name in ``config.json``.
         ValueError: it is no number of ranks at all.
     """
-    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise ValueError(f"tp must be a whole number, at least 1, not {tp!r}")
+    check_whole("tp", tp, 1)
     violated = []
     if spec.num_heads % tp:
         violated.append(f"divide num_attention_heads {spec.num_heads}")

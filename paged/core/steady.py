@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from paged.core.blocks import BlockPool
 from paged.core.plan import SAMPLE
+from paged.core.policy import num_blocks_for
 from paged.core.request import Request
 from paged.core.sequence import Sequence
 
@@ -64,9 +66,43 @@ class SteadyDecode:
         self._num_planned = self._num_committed = 0
         self._settled_planned = self._settled_committed = 0
 
-    def growing(self) -> Seq[Sequence]:
-        """The sequences that need another block for the next plan, in order of admission."""
-        return self._rows_by_residue[-self._num_planned % self._block_size]
+    @classmethod
+    def begin(cls, running: Seq[Sequence], pool: BlockPool, block_size: int) -> SteadyDecode | None:
+        """A steady decoding of all that runs; None if anything but a plain decode is next for some sequence."""
+        references = pool.references
+        # The youngest are the likeliest to have something else to do.
+        for sequence in reversed(running):
+            position, blocks = sequence.num_scheduled, sequence.blocks
+            is_decode = sequence.num_tokens == position + 1 and position >= sequence.num_forwarded
+            # Such a row may sample no last token, and the last token of a recomputed text may have its block already.
+            if (
+                not is_decode
+                or not sequence.num_prompt <= position < sequence.max_tokens_total - 2
+                or len(blocks) != num_blocks_for(position, block_size)
+            ):
+                return None
+            # What is begun is written on; a block that is full is followed by a new one.
+            if position % block_size and references[blocks[-1]] != 1:
+                pool.check_writable(blocks[-1:])
+        return cls(running, block_size)
+
+    def grow(self, pool: BlockPool) -> Seq[tuple[int, int]] | None:
+        """Allocate the blocks that the next plan appends, (slot, block) in order of admission.
+
+        None, and nothing has changed, if it cannot go on: a sequence may end, or the blocks do not suffice.
+        """
+        if self.num_left == 0:
+            return None
+        growing = self._rows_by_residue[-self._num_planned % self._block_size]
+        if not growing:
+            return ()
+        if len(growing) > pool.num_free:
+            return None
+        appended: list[tuple[int, int]] = []
+        for sequence, block in zip(growing, pool.allocate(len(growing)), strict=True):
+            sequence.blocks.append(block)
+            appended.append((sequence.slot, block))
+        return appended
 
     def advance(self) -> Seq[int]:
         """Count one more plan; the starts of its rows."""

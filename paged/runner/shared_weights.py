@@ -33,7 +33,8 @@ class SharedWeights:
 
     Attributes:
         path: of the memory, as a file.
-        places: of the tensors by name; None for what no model takes, by its kind or dtype, and the others get None too.
+        places: of the tensors by name; None for a value that no model takes: the name is kept, so that all ranks refuse
+            the same.
     """
 
     path: str

@@ -39,7 +39,7 @@ def download_all(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(download(tensor) for tensor in tensors)
 
 
-# Without work for so long the clock is set by the host's: a float of milliseconds still tells microseconds then.
+# After so long without work the clock is set by the host's: up to there a float32 of milliseconds tells microseconds.
 MOST_IDLE_S: Final = 10.0
 
 
@@ -66,8 +66,8 @@ class StepTimer:
 class DeviceClock:
     """The device's time as seconds of ``time.perf_counter``.
 
-    A card tells how much time lies between two events, in a short float, so each is dated by the one before it, and
-    after a while without work a new one by the host's clock.
+    A card tells only the time between two events, as a float32 of milliseconds. So each event is dated by the one
+    before it; the first one, and one after a long time without work, by the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -166,14 +166,14 @@ def test_a_pool_of_exactly_the_needed_blocks_serves_a_request(num_prompt: int, m
 
 def test_unlimited_means_what_the_limits_leave() -> None:
     scheduler, device = setup(5, 4)
-    assert scheduler.max_tokens_for(7, 3) == 3
-    most = scheduler.max_tokens_for(7, None)
+    assert scheduler.config.max_tokens_for(7, 3) == 3
+    most = scheduler.config.max_tokens_for(7, None)
     assert most == 14  # 20 held, and the last token needs no room
     drive(scheduler, device, {0: [[ask("r", range(7), most)]]})
     with pytest.raises(ValueError, match="can never fit"):
         scheduler.add([ask("s", range(7), most + 1)])
     scheduler, device = setup(5, 4, max_seq_len=10)
-    most = scheduler.max_tokens_for(7, None)
+    most = scheduler.config.max_tokens_for(7, None)
     assert most == 4
     drive(scheduler, device, {0: [[ask("r", range(7), most)]]})
     with pytest.raises(ValueError, match="exceeds max_seq_len, 10 tokens"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from card_tools import needs_card
 from engine_tools import Arrival, Drive, drive, essences, random_prompt, runner_of
 from paged import CompletionOutput, Engine, SamplingParams
 from paged.core.model_spec import ModelSpec
@@ -21,7 +22,7 @@ from paged.runner.slots import LIMITS
 from paged.runner.step_graphs import StepGraphs
 from paged.workload.arithmetic import builtin_prompts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")]
+pytestmark = [pytest.mark.gpu, needs_card]
 
 
 def generate(device: str, prompts: list[str], params: SamplingParams, **fields) -> list:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from card_tools import needs_card
 from engine_tools import essences, runner_of
 from paged import Engine, SamplingParams
 from paged.core.agreement import TPError
@@ -27,7 +28,7 @@ from paged.core.plan import StepPlan
 from parallel_tools import OLMOE
 from tp_tools import QWEN3, Came, is_there, pids, run, save_model, state_dict, workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")]
+pytestmark = [pytest.mark.gpu, needs_card]
 # Heads and widths that the kernels for cards take. Of four ranks each pair has a copy of a key/value head.
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 2}
 SPEC = replace(QWEN3, **{**SIZES, "num_kv_heads": 2})
@@ -162,16 +163,28 @@ def test_four_ranks_agree_with_one_and_lose_one(make: Callable[..., Engine], of_
 
 
 def test_new_weights_reach_all_ranks(two_ranks: Engine, of_one_rank: tuple[Engine, Made]) -> None:
+    """Afterwards the engines have the weights again that they were made with: other tests use them, too."""
+    engines = of_one_rank[0], two_ranks
     params = SamplingParams(temperature=0, max_tokens=10)
-    made = []
-    for seed in (1, 2):
-        for engine in (of_one_rank[0], two_ranks):
+
+    def load(seed: int) -> None:
+        for engine in engines:
             engine.load_weights({name: tensor.cuda() for name, tensor in state_dict(SPEC, seed).items()})
-            results = engine.generate(PROMPTS, params, use_tqdm=False)
-            made.append([result.outputs[0].token_ids for result in results])
-    assert made[0] == made[1]
-    assert made[2] == made[3]
-    assert made[0] != made[2]
+
+    def texts() -> list[list[list[int]]]:
+        results = [engine.generate(PROMPTS, params, use_tqdm=False) for engine in engines]
+        return [[result.outputs[0].token_ids for result in of_engine] for of_engine in results]
+
+    own = texts()
+    try:
+        load(2)
+        others = texts()
+    finally:
+        load(1)
+    assert own[0] == own[1]
+    assert others[0] == others[1]
+    assert own != others
+    assert texts() == own
 
 
 def test_without_segments_two_ranks_with_experts_agree_with_each_other_and_lose_one(

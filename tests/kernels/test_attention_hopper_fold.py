@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from card_tools import ON_CARD, needs_hopper
 from paged.kernels import attention_hopper_fold, attention_triton
 from paged.kernels.attention_hopper_fold import PROGRAMS_PER_SM, SPLITS, STAGES, fold_splits_hopper
 from paged.kernels.batch_layout import BatchLayout, DecodeWork
@@ -14,7 +15,6 @@ from paged.kernels.kv_cache import LayerCache
 from paged.kernels.launch import is_dependent, num_sms, options
 from paged.kernels.numerics import Numerics
 
-ON_CARD = torch.cuda.is_available()
 FACTOR = 0.127
 # Around a stage, all stages, and what is unrolled; few and many.
 COUNTS = [1, 2, 3, 8, 9, 10, SPLITS, SPLITS + 1, SPLITS + 2, STAGES * SPLITS + 1, STAGES * SPLITS + 2, 700]
@@ -36,7 +36,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_CARD or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card")
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(32, 128), (6, 64), (1, 64)])
 def test_the_fold_has_the_bits_of_the_triton_kernel(

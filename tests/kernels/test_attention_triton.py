@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from card_tools import ON_CARD, needs_card, needs_hopper
 from oracles import dense_attention
 from paged.kernels import attention_hopper, attention_hopper_decode
 from paged.kernels import attention_triton as attention_triton_module
@@ -21,7 +22,6 @@ from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 
 INVARIANT = Numerics()
-ON_CARD = torch.cuda.is_available()
 INTERPRETED = not ON_CARD
 
 
@@ -306,7 +306,7 @@ def test_the_copy_engine_is_told_once_where_a_cache_lies(monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_CARD, reason="needs a card")
+@needs_card
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 2, 64), (16, 8, 32)])
 def test_a_graph_replays_steps_that_it_did_not_see(
@@ -330,7 +330,7 @@ def test_a_graph_replays_steps_that_it_did_not_see(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_CARD or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card")
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
@@ -364,7 +364,7 @@ def test_decode_on_hopper_has_the_bits_of_the_triton_kernel(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_CARD or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper card")
+@needs_hopper
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
     [
@@ -394,7 +394,7 @@ def test_chunks_on_hopper_have_the_bits_of_the_triton_kernel(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_CARD, reason="needs a card")
+@needs_card
 def test_the_card_tells_why_its_kernels_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     step = Step([70], 2, 1, 16, 16, torch.float32, "cuda", seed=1)
     for _ in range(2):
@@ -404,7 +404,7 @@ def test_the_card_tells_why_its_kernels_are_not_used(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not ON_CARD, reason="needs a card")
+@needs_card
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 4, 64), (4, 2, 64), (8, 1, 128), (16, 8, 32)]

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
+from card_tools import needs_card
 from paged.kernels import gemm as gemm_module
 from paged.kernels.gemm import Tiling, gemm, tiling_for
 from paged.kernels.gemm_gate import cancelling_numbers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
 
 SMALL = Tiling(16, 32, 32, False, 4, 3)
 WEIGHTS_FIRST = Tiling(16, 64, 32, True, 4, 3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from card_tools import needs_card
 from paged.kernels import gemm_dispatch, gemm_gate
 from paged.kernels.gemm import gemm
 from paged.kernels.gemm_gate import Product, Verdict, cancelling_numbers, gated_rows
@@ -19,7 +20,6 @@ from paged.kernels.linear import head_logits, linear
 from paged.kernels.numerics import Numerics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
 CPU = torch.device("cpu")
 
 

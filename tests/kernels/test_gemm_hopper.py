@@ -10,16 +10,14 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
+from card_tools import DEVICE, needs_hopper
 from paged.kernels import gemm as gemm_module
 from paged.kernels import gemm_hopper as hopper_module
 from paged.kernels.gemm import Tiling, gemm
 from paged.kernels.gemm_gate import cancelling_numbers
 from paged.kernels.gemm_hopper import MAX_ROWS, HopperTiling, gemm_hopper, suits_hopper, tiling_for
-from paged.kernels.launch import are_copyable, has_wgmma
+from paged.kernels.launch import are_copyable
 from paged.kernels.norm import add_rms_norm
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-on_hopper = pytest.mark.skipif(not has_wgmma(DEVICE), reason="needs a Hopper card")
 
 # Of the Triton kernel, whose bits are the contract's.
 REFERENCE = Tiling(16, 32, 64, False, 4, 3)
@@ -64,7 +62,7 @@ def test_the_copy_engine_takes_multiples_of_16_bytes() -> None:
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bits_are_those_of_the_triton_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged sizes, rows that lie apart, NaN behind, beside and among them, few and many programs, odd tilings."""
@@ -97,7 +95,7 @@ def test_bits_are_those_of_the_triton_kernel(dtype: torch.dtype, monkeypatch: py
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 def test_products_that_suit_are_the_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -119,7 +117,7 @@ def test_products_that_suit_are_the_hopper_kernels(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("num_rows", [1, 64])
 @pytest.mark.parametrize(("size", "num_programs"), [(256, 1), (1024, 3), (4096, 132)])
 def test_a_chain_of_dependent_launches_keeps_its_order(
@@ -151,7 +149,7 @@ def test_a_chain_of_dependent_launches_keeps_its_order(
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 def test_weights_that_were_just_written_are_read_anew() -> None:
     """Outside of a graph and in a replay, with a dependent kernel between the writing one and the product or none."""
     weight = torch.zeros(6144, 4096, device=DEVICE, dtype=torch.bfloat16)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from card_tools import needs_card
 from paged.kernels import moe, moe_triton
 from paged.kernels.gemm import Tiling, gemm
 from paged.kernels.numerics import Numerics
 from paged.kernels.rowwise_triton import silu_mul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
 
 SMALL = Tiling(16, 32, 32, False, 4, 3)
 WEIGHTS_FIRST = Tiling(16, 64, 32, True, 4, 3)

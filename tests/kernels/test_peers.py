@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from card_tools import needs_card
+
 pytest.importorskip("triton")
 from paged.kernels import peer_memory, peers_triton
 from paged.kernels.collectives import RankGroup
@@ -317,7 +319,7 @@ def test_three_ranks_share_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@needs_card
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_kernels_of_all_ranks_on_one_card(size: int) -> None:
     """In a process of its own: streams must not wait for each other by accident, and a hang must end."""

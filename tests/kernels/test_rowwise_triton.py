@@ -9,11 +9,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from card_tools import needs_card
 from paged.kernels import activation, norm, rope, rowwise_triton
 from paged.kernels.kv_cache_triton import store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
 # A unit in the last place, relative.
 UNITS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 # The interpreter's bf16 is left to a card.

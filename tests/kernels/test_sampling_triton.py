@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from card_tools import needs_card
 from paged.kernels import exponential, sampling, sampling_adjust_triton, sampling_math_triton, sampling_triton
 from paged.kernels.sampling import (
     LogitBias,
@@ -434,7 +435,7 @@ def test_no_score_exceeds_the_bound_of_its_key() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
+@needs_card
 @pytest.mark.parametrize("asks", ["", "k", "p", "m", "kp", "kpm", "pa"])
 @pytest.mark.parametrize("scale", [None, 1.0, 3.0])
 def test_full_rows_equal_the_twin(asks: str, scale: float | None) -> None:
@@ -448,7 +449,7 @@ def test_full_rows_equal_the_twin(asks: str, scale: float | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
+@needs_card
 @pytest.mark.parametrize("vocab_size", [QWEN_VOCAB, 32_000], ids=["short", "long"])
 def test_a_card_gives_the_masses_of_the_cpu(vocab_size: int) -> None:
     """Nothing in a mass but products, sums and roundings: the sums agree across devices to the bit."""
@@ -460,7 +461,7 @@ def test_a_card_gives_the_masses_of_the_cpu(vocab_size: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a card")
+@needs_card
 @pytest.mark.parametrize("asks", ["", "p", "kpm", "kpma"])
 def test_a_graph_of_a_sample_gives_what_a_call_gives(asks: str) -> None:
     """Captured once, replayed over other logits and columns in the same tensors; and no call waits for the host."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paged.core.model_spec import CONFIG_FIELDS, ModelSpec
+from paged.core.config_json import CONFIG_FIELDS
+from paged.core.model_spec import ModelSpec
 
 # Qwen3-8B's config.json, in the spelling of its release.
 QWEN3_8B: dict[str, Any] = {

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from card_tools import needs_card
 from paged.core.memory import GIB
 from paged.engine_config import EngineConfig
 from paged.kernels.numerics import Numerics
@@ -231,7 +232,7 @@ def test_whatever_does_not_fit_at_the_start_is_told_with_what_to_lower(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@needs_card
 @pytest.mark.parametrize("fields", [{}, {"kv_dtype": "fp8"}, {"max_step_tokens": 512, "max_num_seqs": 300}])
 def test_an_engine_stays_within_what_was_measured(fields: dict[str, object]) -> None:
     """The pool is sized by the profile alone; the largest steps then need no more than it allows."""
@@ -253,7 +254,7 @@ def test_an_engine_stays_within_what_was_measured(fields: dict[str, object]) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@needs_card
 def test_a_card_that_is_in_use_is_told() -> None:
     from paged import Engine
 
