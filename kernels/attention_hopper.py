@@ -400,7 +400,8 @@ def _compute(
     gl.store(out_ptr + out_offset_RD, out_RD, exists_R[:, None])
 
 
-@gluon.jit
+# Tables of any width and lists that begin anywhere have one build: their entries are read one by one.
+@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def _kernel(
     q_ptr,
     key_ptr,

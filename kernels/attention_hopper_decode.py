@@ -282,7 +282,8 @@ def _attend(
         count = _number(counts.index(step % STAGES))
 
 
-@gluon.jit
+# Tables of any width have one build: their entries are read one by one.
+@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr"])
 def _kernel(
     q_ptr,
     key_ptr,

@@ -110,7 +110,7 @@ def _number(shared, LANE: gl.constexpr):
     return gl.max(shared.load(LANE), 0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_places"])
 def _kernel(
     sums_ptr,
     tops_ptr,

@@ -288,7 +288,8 @@ def _attend_split(
     return top_R, tl.max(total_RW, 1), sum_RD
 
 
-@triton.jit
+# Tables of any width have one build: their entries are read one by one.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr"])
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -421,7 +422,7 @@ def _fold(top_R, total_R, sum_RD, top2_R, total2_R, sum2_RD, factor):
     return new_R, total_R * left_R + total2_R * right_R, sum_RD * left_R[:, None] + sum2_RD * right_R[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def _chunk_kernel(
     q_ptr,
     key_ptr,

@@ -93,8 +93,8 @@ def keep_draws_triton(
     )
 
 
-# The number of rows changes from graph to graph: a kernel for all of them.
-@triton.jit(do_not_specialize=["num_rows"])
+# One kernel for graphs of all sizes and tables of all widths, whose entries are read and written one by one.
+@triton.jit(do_not_specialize=["num_rows", "num_positions", "num_blocks", "padding_slot"])
 def _inputs_kernel(
     slot_ptr,
     position_ptr,
@@ -145,7 +145,7 @@ def _last_rows_kernel(
     tl.store(not_finite_ptr + index, not_finite != 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_positions", "num_columns"])
 def _draws_kernel(
     token_ptr,
     logprob_ptr,
