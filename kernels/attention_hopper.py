@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles
 from paged.kernels.kv_cache import LayerCache
-from paged.kernels.launch import has_wgmma, is_dependent, options
+from paged.kernels.launch import has_wgmma, is_dependent, launch
 from paged.kernels.numerics import Numerics
 
 ROWS = 128
@@ -65,7 +65,9 @@ def chunk_attention_hopper(
     num_shared = q_THD.shape[1] // cache.num_kv_heads
     span = span_of(cache.block_size)
     engine_keys, engine_values = _spans(cache, span) if span else (None, None)
-    _kernel[(tiles.tiles_N4.shape[0] * cache.num_kv_heads,)](
+    launch(
+        _kernel,
+        (tiles.tiles_N4.shape[0] * cache.num_kv_heads,),
         q_THD,
         cache.key,
         cache.value,
@@ -91,7 +93,7 @@ def chunk_attention_hopper(
         LOAD_REGISTERS=LOAD_REGISTERS,
         IS_DEPENDENT=is_dependent(q_THD),
         num_warps=4,
-        **options(q_THD),
+        on=q_THD,
     )
 
 
@@ -400,7 +402,8 @@ def _compute(
     gl.store(out_ptr + out_offset_RD, out_RD, exists_R[:, None])
 
 
-@gluon.jit
+# Tables of any width and lists that begin anywhere have one build: their entries are read one by one.
+@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def _kernel(
     q_ptr,
     key_ptr,

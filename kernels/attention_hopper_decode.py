@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from paged.kernels.attention_hopper import fold, suits_hopper
 from paged.kernels.batch_layout import BatchLayout, DecodeWork
 from paged.kernels.kv_cache import LayerCache
-from paged.kernels.launch import is_dependent, num_sms, options
+from paged.kernels.launch import is_dependent, launch, num_sms
 from paged.kernels.numerics import Numerics
 
 ROWS = 16
@@ -58,7 +58,9 @@ def decode_items_hopper(
 
     ``factor`` is scale * log2(e).
     """
-    _kernel[(min(work.items_I4.shape[0] * cache.num_kv_heads, num_programs(q_THD.device)),)](
+    launch(
+        _kernel,
+        (min(work.items_I4.shape[0] * cache.num_kv_heads, num_programs(q_THD.device)),),
         q_THD,
         cache.key,
         cache.value,
@@ -84,7 +86,7 @@ def decode_items_hopper(
         IS_DEPENDENT=is_dependent(q_THD),
         num_warps=4,
         maxnreg=REGISTERS,
-        **options(q_THD),
+        on=q_THD,
     )
 
 
@@ -282,7 +284,8 @@ def _attend(
         count = _number(counts.index(step % STAGES))
 
 
-@gluon.jit
+# Tables of any width have one build: their entries are read one by one.
+@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr"])
 def _kernel(
     q_ptr,
     key_ptr,

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from paged.kernels.launch import is_dependent, num_sms, options
+from paged.kernels.launch import is_dependent, launch, num_sms
 
 # A stage is 64 splits of 32 dimensions, 8 KiB; no bits hang on these.
 DIMS = 32
@@ -40,7 +40,9 @@ def fold_splits_hopper(
     num_heads, head_dim = sums_IHD.shape[1:]
     assert head_dim % DIMS == 0, head_dim
     num_places = rows_N3.shape[0] * num_heads * (head_dim // DIMS)
-    _kernel[(min(num_places, PROGRAMS_PER_SM * num_sms(sums_IHD.device)),)](
+    launch(
+        _kernel,
+        (min(num_places, PROGRAMS_PER_SM * num_sms(sums_IHD.device)),),
         sums_IHD,
         tops_IH,
         totals_IH,
@@ -56,7 +58,7 @@ def fold_splits_hopper(
         UNROLLED=UNROLLED,
         IS_DEPENDENT=is_dependent(sums_IHD),
         num_warps=1,
-        **options(sums_IHD),
+        on=sums_IHD,
     )
 
 
@@ -110,7 +112,7 @@ def _number(shared, LANE: gl.constexpr):
     return gl.max(shared.load(LANE), 0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_places"])
 def _kernel(
     sums_ptr,
     tops_ptr,

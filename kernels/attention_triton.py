@@ -28,7 +28,7 @@ from paged.kernels.attention_hopper_decode import decode_items_hopper, suits_hop
 from paged.kernels.attention_hopper_fold import fold_splits_hopper
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork
 from paged.kernels.kv_cache import LayerCache
-from paged.kernels.launch import is_dependent, num_sms, options
+from paged.kernels.launch import is_dependent, launch, num_sms
 from paged.kernels.numerics import Numerics
 
 LOG2_E = math.log2(math.e)
@@ -132,7 +132,9 @@ def decode_attention(
             numerics=numerics,
         )
     else:
-        _decode_kernel[(min(num_items * num_kv_heads, _decode_programs(q_THD.device)),)](
+        launch(
+            _decode_kernel,
+            (min(num_items * num_kv_heads, _decode_programs(q_THD.device)),),
             q_THD,
             cache.key,
             cache.value,
@@ -155,7 +157,7 @@ def decode_attention(
             IS_DEPENDENT=is_dependent(q_THD),
             num_warps=DECODE_WARPS,
             num_stages=DECODE_STAGES,
-            **options(q_THD),
+            on=q_THD,
         )
     if work.most_splits == 0:
         return
@@ -165,7 +167,9 @@ def decode_attention(
         return
     splits, width = FOLDS[has_many]
     width = min(head_dim, width)
-    _fold_kernel[(work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width)](
+    launch(
+        _fold_kernel,
+        (work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width),
         sums_IHD,
         tops_IH,
         totals_IH,
@@ -178,7 +182,7 @@ def decode_attention(
         SPLITS=splits,
         IS_DEPENDENT=is_dependent(q_THD),
         num_warps=1,
-        **options(q_THD),
+        on=q_THD,
     )
 
 
@@ -201,7 +205,9 @@ def chunk_attention(
         return
     num_kv_heads = cache.num_kv_heads
     num_shared = q_THD.shape[1] // num_kv_heads
-    _chunk_kernel[(tiles.tiles_N4.shape[0] * num_kv_heads,)](
+    launch(
+        _chunk_kernel,
+        (tiles.tiles_N4.shape[0] * num_kv_heads,),
         q_THD,
         cache.key,
         cache.value,
@@ -222,7 +228,7 @@ def chunk_attention(
         IS_DEPENDENT=is_dependent(q_THD),
         num_warps=CHUNK_WARPS,
         num_stages=CHUNK_STAGES,
-        **options(q_THD),
+        on=q_THD,
     )
 
 
@@ -288,7 +294,8 @@ def _attend_split(
     return top_R, tl.max(total_RW, 1), sum_RD
 
 
-@triton.jit
+# Tables of any width have one build: their entries are read one by one.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr"])
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -421,7 +428,7 @@ def _fold(top_R, total_R, sum_RD, top2_R, total2_R, sum2_RD, factor):
     return new_R, total_R * left_R + total2_R * right_R, sum_RD * left_R[:, None] + sum2_RD * right_R[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def _chunk_kernel(
     q_ptr,
     key_ptr,

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paged.kernels.gemm_hopper import gemm_hopper, suits_hopper
-from paged.kernels.launch import are_copyable, is_dependent, options
+from paged.kernels.launch import are_copyable, is_dependent, launch
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -135,7 +135,9 @@ def gemm(
         sums_STN = torch.empty(k_segments, num_rows, num_columns, dtype=torch.float32, device=x_TK.device)
     segment_size = inner_size // k_segments
     x, weight, use_descriptors = operands(x_TK, weight_NK, tiling, k_segments)
-    _gemm_kernel[(num_tiles, k_segments if is_split else 1)](
+    launch(
+        _gemm_kernel,
+        (num_tiles, k_segments if is_split else 1),
         x,
         weight,
         weight_NK,
@@ -156,10 +158,12 @@ def gemm(
         IS_DEPENDENT=is_dependent(x_TK),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **options(x_TK),
+        on=x_TK,
     )
     if is_split:
-        _fold_segments_kernel[(triton.cdiv(num_rows * num_columns, 1024),)](
+        launch(
+            _fold_segments_kernel,
+            (triton.cdiv(num_rows * num_columns, 1024),),
             sums_STN,
             bias_N,
             out_TN,
@@ -169,7 +173,7 @@ def gemm(
             SIZE=1024,
             IS_DEPENDENT=is_dependent(x_TK),
             num_warps=4,
-            **options(x_TK),
+            on=x_TK,
         )
     return out_TN
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from paged.kernels.launch import are_copyable, has_wgmma, num_sms, options
+from paged.kernels.launch import are_copyable, has_wgmma, launch, num_sms
 
 MAX_ROWS = 64
 _LOAD_REGISTERS = 32
@@ -115,7 +115,9 @@ def gemm_hopper(
     rest_rows = tiling.columns - first_rows
     weight_rest = TensorDescriptor.from_tensor(weight_NK, [rest_rows, _BLOCK], layout) if rest_rows else weight
     num_tiles = triton.cdiv(num_columns, tiling.columns)
-    _gemm_hopper_kernel[(min(num_tiles, num_sms(x_TK.device)),)](
+    launch(
+        _gemm_hopper_kernel,
+        (min(num_tiles, num_sms(x_TK.device)),),
         x,
         weight,
         weight_rest,
@@ -136,7 +138,7 @@ def gemm_hopper(
         num_warps=4,
         # Without a limit no program of the next kernel shares the processor.
         maxnreg=128,
-        **options(x_TK),
+        on=x_TK,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, launch
 
 
 def store_triton(
@@ -40,7 +40,9 @@ def store_triton(
     if cell_T.shape[0] == 0:
         return
     padded = triton.next_power_of_2(width)
-    _store_kernel[(cell_T.shape[0],)](
+    launch(
+        _store_kernel,
+        (cell_T.shape[0],),
         key_TKD,
         value_TKD,
         cell_T,
@@ -52,7 +54,7 @@ def store_triton(
         PADDED=padded,
         IS_DEPENDENT=is_dependent(key_TKD),
         num_warps=max(1, min(8, padded // 256)),
-        **options(key_TKD),
+        on=key_TKD,
     )
 
 

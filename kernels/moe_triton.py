@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from paged.kernels.gemm import DTYPES, PLAIN_TILING, Tiling, has_copy_engine, operands, tree
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, launch
 from paged.kernels.rowwise_triton import silu_mul
 
 _SUM_BLOCK = 1024
@@ -34,7 +34,9 @@ def run_experts(
     made_TCN = products(x_TN, experts_TC, *parts, dtype=x_TN.dtype, k_segments=k_segments, tiling=tiling)
     num_rows, num_chosen, hidden = made_TCN.shape
     out_TN = torch.empty(num_rows, hidden, dtype=x_TN.dtype, device=x_TN.device)
-    _sum_kernel[(num_rows, triton.cdiv(hidden, _SUM_BLOCK))](
+    launch(
+        _sum_kernel,
+        (num_rows, triton.cdiv(hidden, _SUM_BLOCK)),
         made_TCN,
         out_TN,
         num_chosen,
@@ -42,7 +44,7 @@ def run_experts(
         BLOCK=_SUM_BLOCK,
         IS_DEPENDENT=is_dependent(x_TN),
         num_warps=4,
-        **options(x_TN),
+        on=x_TN,
     )
     return out_TN
 
@@ -89,7 +91,9 @@ def products(
         out_PN = torch.empty(num_pairs, num_columns, dtype=out_dtype, device=x_PK.device)
         x, weight, use_descriptors = operands(x_PK, weight_ENK.flatten(0, 1), tiling, segments)
         # Columns run fastest: neighbours in time share a tile of rows and an expert's weights.
-        _grouped_kernel[(triton.cdiv(num_columns, tiling.columns), num_row_tiles)](
+        launch(
+            _grouped_kernel,
+            (triton.cdiv(num_columns, tiling.columns), num_row_tiles),
             x,
             weight,
             out_PN,
@@ -113,7 +117,7 @@ def products(
             IS_DEPENDENT=is_dependent(x_PK),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
-            **options(x_PK),
+            on=x_PK,
         )
         return out_PN
 

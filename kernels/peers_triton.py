@@ -37,7 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, launch
 from paged.kernels.peer_memory import BULK_OFFSET, FLAG_OFFSET, HALF_WORDS, MARKED_WORDS, NUM_COUNTERS, PeerMemory
 
 WORD_BYTES = 8
@@ -125,7 +125,9 @@ def _launch_marked(
     memory: PeerMemory,
 ) -> None:
     num_words = x_words.numel()
-    _marked_kernel[(min(memory.most_programs, triton.cdiv(num_words, _MARKED_BLOCK)),)](
+    launch(
+        _marked_kernel,
+        (min(memory.most_programs, triton.cdiv(num_words, _MARKED_BLOCK)),),
         x_words,
         out_words,
         memory.peers,
@@ -143,7 +145,7 @@ def _launch_marked(
         NUM_COUNTERS=NUM_COUNTERS,
         IS_DEPENDENT=is_dependent(x_words),
         num_warps=_MARKED_WARPS,
-        **options(x_words),
+        on=x_words,
     )
 
 
@@ -160,7 +162,9 @@ def _launch_bulk(
 ) -> None:
     """Launch a kernel whose programs share ``program_words`` words."""
     most_programs = min(memory.most_programs, _MOST_BULK_PROGRAMS)
-    kernel[(min(most_programs, triton.cdiv(program_words, _BULK_BLOCK)),)](
+    launch(
+        kernel,
+        (min(most_programs, triton.cdiv(program_words, _BULK_BLOCK)),),
         x_words,
         out_words,
         memory.peers,
@@ -182,7 +186,7 @@ def _launch_bulk(
         NUM_COUNTERS=NUM_COUNTERS,
         IS_DEPENDENT=is_dependent(x_words),
         num_warps=_BULK_WARPS,
-        **options(x_words),
+        on=x_words,
     )
 
 

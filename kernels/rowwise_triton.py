@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from paged.kernels.gemm_dispatch import empty_rows
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, launch
 
 _HEADS_PER_PROGRAM = 8
 _SILU_BLOCK = 1024
@@ -48,7 +48,9 @@ def _norm(
     out_THN = empty_rows(num_rows, x_THN.shape[1:], x_N)
     sum_THN = out_THN if delta_N is None else torch.empty(x_THN.shape, dtype=x_N.dtype, device=x_N.device)
     block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(num_rows * num_heads,)](
+    launch(
+        _rms_norm_kernel,
+        (num_rows * num_heads,),
         x_THN,
         delta_N,
         weight_N,
@@ -63,7 +65,7 @@ def _norm(
         BLOCK=block,
         IS_DEPENDENT=is_dependent(x_N),
         num_warps=_num_warps(block),
-        **options(x_N),
+        on=x_N,
     )
     return sum_THN.view(x_N.shape), out_THN.view(x_N.shape)
 
@@ -79,7 +81,9 @@ def sums_of_squares(x_TN: torch.Tensor, k_segments: int) -> torch.Tensor:
     x_TN = _aligned(x_TN, k_segments)
     sums_TS = torch.empty(num_rows, k_segments, dtype=torch.float32, device=x_TN.device)
     block = triton.next_power_of_2(width // k_segments)
-    _sum_of_squares_kernel[(num_rows, k_segments)](
+    launch(
+        _sum_of_squares_kernel,
+        (num_rows, k_segments),
         x_TN,
         sums_TS,
         x_TN.stride(0),
@@ -87,7 +91,7 @@ def sums_of_squares(x_TN: torch.Tensor, k_segments: int) -> torch.Tensor:
         BLOCK=block,
         IS_DEPENDENT=is_dependent(x_TN),
         num_warps=_num_warps(block),
-        **options(x_TN),
+        on=x_TN,
     )
     return sums_TS
 
@@ -157,7 +161,9 @@ def _norm_rope(
     q_out_THD = q_THD.new_empty(q_THD.shape)
     v_TKD, v_out, cell_T = stored or (None, None, None)
     num_written = num_heads + num_kv_heads * (1 if stored is None else 2)
-    _norm_rope_kernel[(num_rows, triton.cdiv(num_written, _HEADS_PER_PROGRAM))](
+    launch(
+        _norm_rope_kernel,
+        (num_rows, triton.cdiv(num_written, _HEADS_PER_PROGRAM)),
         q_THD,
         k_TKD,
         v_TKD,
@@ -184,7 +190,7 @@ def _norm_rope(
         HEADS=_HEADS_PER_PROGRAM,
         IS_DEPENDENT=is_dependent(q_THD),
         num_warps=4,
-        **options(q_THD),
+        on=q_THD,
     )
     return q_out_THD
 
@@ -195,7 +201,9 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     assert gate_up_TI.shape[1] % 2 == 0, gate_up_TI.shape
     assert gate_up_TI.stride(1) == 1, gate_up_TI.stride()
     out_TI = empty_rows(num_rows, (width,), gate_up_TI)
-    _silu_mul_kernel[(num_rows, triton.cdiv(width, _SILU_BLOCK))](
+    launch(
+        _silu_mul_kernel,
+        (num_rows, triton.cdiv(width, _SILU_BLOCK)),
         gate_up_TI,
         out_TI,
         gate_up_TI.stride(0),
@@ -203,7 +211,7 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
         BLOCK=_SILU_BLOCK,
         IS_DEPENDENT=is_dependent(gate_up_TI),
         num_warps=4,
-        **options(gate_up_TI),
+        on=gate_up_TI,
     )
     return out_TI
 

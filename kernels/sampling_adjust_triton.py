@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, launch
 from paged.kernels.sampling_columns import SamplingColumns
 from paged.kernels.sampling_math_triton import PART, load_part
 
@@ -41,15 +41,17 @@ def adjusted(logits_RV: Tensor, columns: SamplingColumns, size: int) -> tuple[Te
         entry_A.index_copy_(0, number_R.index_select(0, penalties.rows_P) - 1, entries_P)
         changes = [penalties.repetition_P, penalties.presence_P, penalties.frequency_P]
         changes += [penalties.output_counts_PV.contiguous(), penalties.prompt_mask_PV.contiguous()]
-    _penalty_kernel[(triton.cdiv(vocab_size, PART), size)](
+    launch(
+        _penalty_kernel, (triton.cdiv(vocab_size, PART), size),
         logits_RV, rows_A, entry_A, *changes, adjusted_AV, logits_RV.stride(0), vocab_size, num_rows,
         PENALIZES=penalties is not None, PART=PART, ALIGNED=vocab_size % 4 == 0, IS_DEPENDENT=is_dependent(logits_RV),
-        num_warps=8, **options(logits_RV),
+        num_warps=8, on=logits_RV,
     )  # fmt: skip
     if bias is not None and len(bias.rows_N):
-        _bias_kernel[(triton.cdiv(len(bias.rows_N), 128),)](
+        launch(
+            _bias_kernel, (triton.cdiv(len(bias.rows_N), 128),),
             adjusted_AV, number_R, bias.rows_N, bias.token_ids_N, bias.values_N, vocab_size, len(bias.rows_N),
-            BLOCK=128, IS_DEPENDENT=is_dependent(logits_RV), num_warps=4, **options(logits_RV),
+            BLOCK=128, IS_DEPENDENT=is_dependent(logits_RV), num_warps=4, on=logits_RV,
         )  # fmt: skip
     some_A = rows_A.clamp_max(num_rows - 1)
 

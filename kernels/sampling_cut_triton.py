@@ -6,11 +6,14 @@ groups of a quarter of a part, N candidates.
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
 from paged.kernels.sampling_math_triton import (
     ALL,
+    COLUMNS,
     LEAST_LOGIT,
     exact_noise,
     highest_of_row,
@@ -21,6 +24,9 @@ from paged.kernels.sampling_math_triton import (
     masses_of,
     words_of,
 )
+
+LIMITS: Final = ("has_top_k", "has_top_p", "has_min_p")
+"""Parameters of kernels that say whether a column is there; one that is not must not be read."""
 
 _BINS = tl.constexpr(128)
 _BINS_PER_UNIT = tl.constexpr(4.0)
@@ -50,12 +56,13 @@ def _bins_holding(values_B, total):
     )
 
 
-@triton.jit
+# Which limits a batch has is not built in: a running engine would wait for seconds when others come.
+@triton.jit(do_not_specialize=LIMITS, do_not_specialize_on_alignment=COLUMNS)
 def bracket_kernel(
     logits_ptr, max_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, high_ptr, bounds_ptr, listed_ptr, is_cut_ptr,
-    stride, vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr, CLUSTER: tl.constexpr,
-    SAMPLED: tl.constexpr, TOGETHER: tl.constexpr, HALF_BRACKET: tl.constexpr, TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    stride, vocab_size, num_parts, has_top_k, has_top_p, has_min_p, PARTS: tl.constexpr, PART: tl.constexpr,
+    CLUSTER: tl.constexpr, SAMPLED: tl.constexpr, TOGETHER: tl.constexpr, HALF_BRACKET: tl.constexpr,
+    SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Guess the logits between which a row's last kept token lies, and begin an empty list for those between.
 
@@ -101,15 +108,15 @@ def bracket_kernel(
     unit_weight_B = tl.exp((bin_B.to(tl.float32) + 0.5) * (-1.0 / _BINS_PER_UNIT))
     weight_B = count_B * unit_weight_B
     limit_bins = tl.zeros([], tl.float32) + _BINS
-    if MIN_P:
+    if has_min_p:
         min_p = tl.maximum(tl.load(min_p_ptr + row).to(tl.float32), 1e-30)
         limit_bins = tl.minimum(limit_bins, tl.log(min_p) * -_BINS_PER_UNIT)
     low_rank = _sum_before(count_B, limit_bins)
-    if TOP_K:
+    if has_top_k:
         top_k = tl.load(top_k_ptr + row).to(tl.float32)
         low_rank = tl.where((top_k > 0) & (top_k < low_rank), top_k, low_rank)
     high_rank = low_rank
-    if TOP_P:
+    if has_top_p:
         top_p = tl.load(top_p_ptr + row).to(tl.float32)
         if top_p < 1:
             mass = _sum_before(weight_B, _bins_holding(count_B, low_rank))
@@ -331,13 +338,13 @@ def _search_row(
     return logit_of(key), last_id, mass + taken * tie_mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LIMITS, do_not_specialize_on_alignment=COLUMNS)
 def cut_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr,
     counts_ptr, masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr, last_ptr,
-    last_id_ptr, kept_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
-    CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr, CHUNK: tl.constexpr, TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    last_id_ptr, kept_ptr, stride, vocab_size, num_parts, has_top_k, has_top_p, has_min_p, PARTS: tl.constexpr,
+    BITS: tl.constexpr, SHORT: tl.constexpr, SEARCHES: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr,
+    IS_LAST: tl.constexpr, CHUNK: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; or IS_LAST, from the row.
 
@@ -352,7 +359,7 @@ def cut_kernel(
         return
     listed = tl.zeros([], tl.int32)
     is_open = listed == 0
-    if TOP_K or TOP_P:
+    if SEARCHES:
         listed = tl.load(listed_ptr + row)
         is_open = ~tl.load(is_cut_ptr + row)
         if not IS_LAST:
@@ -372,11 +379,11 @@ def cut_kernel(
         drawn = tl.full([], -1, tl.int32)
         if is_number(row_max):
             limit = vocab_size.to(tl.int64)
-            if MIN_P:
+            if has_min_p:
                 limit = tl.sum(tl.load(counts_ptr + rows_apart + place_P, exists_P, 0)).to(tl.int64)
                 kept = tl.sum(tl.load(masses_ptr + rows_apart + place_P, exists_P, 0))
                 last = tl.min(tl.load(least_ptr + place_P, exists_P, float("inf")))
-            if TOP_K or TOP_P:
+            if SEARCHES:
                 above_count = tl.sum(tl.load(counts_ptr + place_P, exists_P, 0)).to(tl.int64)
                 above_mass = tl.sum(tl.load(masses_ptr + place_P, exists_P, 0))
                 # A list that does not hold all tokens of its bracket is of no use.
@@ -390,7 +397,7 @@ def cut_kernel(
                 mass_N = tl.where(exists_N, masses_of(x_N, row_max, inverse, BITS, SHORT), 0)
                 reached = above_mass + tl.sum(mass_N)
                 is_listed = reached == total
-                if TOP_K:
+                if has_top_k:
                     top_k = tl.load(top_k_ptr + row)
                     if (top_k > 0) & (top_k < limit):
                         if (above_count < top_k) & (top_k <= above_count + listed):
@@ -416,7 +423,7 @@ def cut_kernel(
                                 )
                             else:
                                 is_cut = kept != kept
-                if TOP_P:
+                if has_top_p:
                     top_p = tl.load(top_p_ptr + row)
                     if top_p < 1:
                         needed = _nucleus_mass(kept, top_p)

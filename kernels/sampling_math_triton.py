@@ -22,6 +22,8 @@ from paged.kernels.philox import KEY_STEPS, MIN_ONE_MINUS_U, MULTIPLIERS, NUM_RO
 
 PART: Final = 8192
 """Tokens of a program's part of a row."""
+COLUMNS: Final = ("temperature_ptr", "seeds_ptr", "positions_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr")
+"""Parameters of kernels that have one number a row. It is read alone, so that no build hangs on where they begin."""
 
 # Exponents below this have mass 0, whatever the number of binary digits.
 _NO_MASS = tl.constexpr(-50.0)

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged.kernels.exponential import MassScale
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, launch
 from paged.kernels.sampling_adjust_triton import adjusted, adjusting_rows
 from paged.kernels.sampling_columns import SamplingColumns
 from paged.kernels.sampling_cut_triton import (
@@ -46,6 +46,7 @@ from paged.kernels.sampling_cut_triton import (
 )
 from paged.kernels.sampling_math_triton import (
     ALL,
+    COLUMNS,
     MARGIN,
     PART,
     SLACK,
@@ -96,10 +97,11 @@ def mass_sums(logits_RV: Tensor, row_max_R: Tensor, inverse_R: Tensor, scale: Ma
     num_parts = triton.cdiv(vocab_size, PART)
     mass_RP = torch.empty((num_rows, num_parts), dtype=torch.int64, device=logits_RV.device)
     if num_rows:
-        _mass_kernel[(num_parts, num_rows)](
+        launch(
+            _mass_kernel, (num_parts, num_rows),
             logits_RV, row_max_R, inverse_R, mass_RP, logits_RV.stride(0), vocab_size,
             BITS=scale.bits, SHORT=scale.is_short, PART=PART, ALIGNED=vocab_size % 4 == 0,
-            IS_DEPENDENT=is_dependent(logits_RV), num_warps=WEIGH_WARPS, **options(logits_RV),
+            IS_DEPENDENT=is_dependent(logits_RV), num_warps=WEIGH_WARPS, on=logits_RV,
         )  # fmt: skip
     return mass_RP.sum(1)
 
@@ -178,8 +180,9 @@ def _sample_rows(
     _check(logits_RV, temperature_R, seeds_R, positions_R, top_k_R, top_p_R, min_p_R)
     num_parts = triton.cdiv(vocab_size, PART)
     parts = triton.next_power_of_2(num_parts)
-    asks = {"TOP_K": top_k_R is not None, "TOP_P": top_p_R is not None, "MIN_P": min_p_R is not None}
-    truncates, bits, short = any(asks.values()), scale.bits, scale.is_short
+    has_limits = top_k_R is not None, top_p_R is not None, min_p_R is not None
+    searches, has_min_p = top_k_R is not None or top_p_R is not None, min_p_R is not None
+    truncates, bits, short = any(has_limits), scale.bits, scale.is_short
     # Columns that no row asks for are never read.
     wanted = (
         seeds_R if top_k_R is None else top_k_R,
@@ -196,7 +199,7 @@ def _sample_rows(
     rows = (logits_RV, temperature_R, seeds_R, positions_R)
     shape = (logits_RV.stride(0), vocab_size)
     grid = (num_parts, num_rows)
-    shared = {"PARTS": parts, "SOME": rows_R is not None, "IS_DEPENDENT": is_dependent(logits_RV), **options(logits_RV)}
+    shared = {"PARTS": parts, "SOME": rows_R is not None, "IS_DEPENDENT": is_dependent(logits_RV), "on": logits_RV}
     sizes = {"PART": PART, "ALIGNED": vocab_size % 4 == 0, **shared}
     if truncates:
         clusters = num_parts * (PART // CLUSTER)
@@ -211,49 +214,56 @@ def _sample_rows(
         listed_R = empty(num_rows, dtype=torch.int32)
         list_logit = empty(num_rows, CANDIDATES, dtype=logits_RV.dtype)
         list_id = empty(num_rows, CANDIDATES, dtype=torch.int32)
-        _scan_kernel[grid](
+        launch(
+            _scan_kernel, grid,
             *rows, max_RP, max_id_RP, keys_R3P, high_RC, *shape,
             DRAW=False, CLUSTERS=True, num_warps=8, **sizes,
         )  # fmt: skip
-        searches = asks["TOP_K"] or asks["TOP_P"]
         is_cut_R, drawn_R = empty(num_rows, dtype=torch.bool), empty(num_rows, dtype=torch.int32)
         if searches:
-            bracket_kernel[(num_rows,)](
+            launch(
+                bracket_kernel, (num_rows,),
                 logits_RV, max_RP, temperature_R, *wanted, high_RC, bounds_R2, listed_R, is_cut_R, *shape, num_parts,
-                PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
-                **asks, num_warps=16, maxnreg=64, **shared,
+                *has_limits, PART=PART, CLUSTER=CLUSTER, SAMPLED=SAMPLED, TOGETHER=8, HALF_BRACKET=HALF_BRACKET,
+                num_warps=16, maxnreg=64, **shared,
             )  # fmt: skip
-        _weigh_kernel[grid](
+        launch(
+            _weigh_kernel, grid,
             logits_RV, temperature_R, wanted[2], max_RP, bounds_R2, mass_RP, counts_2RP, masses_2RP, least_RP,
-            listed_R, list_logit, list_id, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=asks["MIN_P"],
+            listed_R, list_logit, list_id, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=has_min_p,
             SEARCHES=searches, CANDIDATES=CANDIDATES, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
         # Lists are as long as one side of the bracket or both. Passes that hold a quarter and half of a whole one take
         # less time, and so few registers that no row has to wait.
         for share, is_last in ((4, False), (2, False), (1, True)) if searches else ((4, True),):
-            cut_kernel[(num_rows,)](
+            launch(
+                cut_kernel, (num_rows,),
                 *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit, list_id,
                 is_cut_R, drawn_R, last_R, last_id_R, kept_R, *shape, num_parts,
-                BITS=bits, SHORT=short, CANDIDATES=CANDIDATES, HELD=CANDIDATES // share, IS_LAST=is_last, CHUNK=4096,
-                **asks, num_warps=16 if share == 1 else CUT_WARPS,
+                *has_limits, BITS=bits, SHORT=short, SEARCHES=searches, CANDIDATES=CANDIDATES,
+                HELD=CANDIDATES // share, IS_LAST=is_last, CHUNK=4096, num_warps=16 if share == 1 else CUT_WARPS,
                 maxnreg=128 if share == 1 else 1024 // CUT_WARPS, **shared,
             )  # fmt: skip
-        _draw_kernel[grid](
+        launch(
+            _draw_kernel, grid,
             *rows, max_RP, drawn_R, last_R, last_id_R, keys_R3P, *shape, num_warps=8, **sizes
         )  # fmt: skip
     else:
         drawn_R, last_R, last_id_R, kept_R = max_id_RP, max_RP, max_id_RP, mass_RP
-        _scan_kernel[grid](
+        launch(
+            _scan_kernel, grid,
             *rows, max_RP, max_id_RP, keys_R3P, max_RP, *shape,
             DRAW=True, CLUSTERS=False, num_warps=DRAW_WARPS, **sizes,
         )  # fmt: skip
-        _weigh_kernel[grid](
+        launch(
+            _weigh_kernel, grid,
             logits_RV, temperature_R, wanted[2], max_RP, max_RP, mass_RP, max_id_RP, mass_RP, max_RP,
             max_id_RP, max_RP, max_id_RP, *shape, num_parts, BITS=bits, SHORT=short, MIN_P=False,
             SEARCHES=False, CANDIDATES=CANDIDATES, num_warps=WEIGH_WARPS, **sizes,
         )  # fmt: skip
     unlike = (rows_R, None, None, None) if raw is None else (rows_R, raw.logits_RV, raw.max_RP, raw.mass_RP)
-    _finish_kernel[(num_rows,)](
+    launch(
+        _finish_kernel, (num_rows,),
         *rows, max_RP, max_id_RP, mass_RP, drawn_R, last_R, last_id_R, kept_R, keys_R3P, *results, *unlike,
         *shape, logits_RV.stride(0) if raw is None else raw.logits_RV.stride(0), num_parts,
         BITS=bits, TRUNCATES=truncates, FAST_LOG=logits_RV.is_cuda, num_warps=8, **sizes,
@@ -290,7 +300,7 @@ def _draw_part(
     store_keys(keys_ptr, row, part, best_B, second_B, PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _scan_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, keys_ptr, high_ptr, stride,
     vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, DRAW: tl.constexpr,
@@ -324,7 +334,7 @@ def _scan_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _draw_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, drawn_ptr, last_ptr, last_id_ptr, keys_ptr,
     stride, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.constexpr,
@@ -350,7 +360,7 @@ def _draw_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["max_ptr", "inverse_ptr"])
 def _mass_kernel(
     logits_ptr, max_ptr, inverse_ptr, mass_ptr, stride, vocab_size, BITS: tl.constexpr, SHORT: tl.constexpr,
     PART: tl.constexpr, ALIGNED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
@@ -372,7 +382,7 @@ def _mass_kernel(
     tl.store(mass_ptr + row * tl.num_programs(0) + part, total_mass(mass_B, BITS, SHORT))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _weigh_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, max_ptr, bounds_ptr, mass_ptr, counts_ptr, masses_ptr, least_ptr,
     listed_ptr, list_logit_ptr, list_id_ptr, stride, vocab_size, num_parts, PARTS: tl.constexpr, PART: tl.constexpr,
@@ -447,7 +457,7 @@ def _weigh_kernel(
         tl.store(least_ptr + place, tl.min(least_B))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _finish_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, max_ptr, max_id_ptr, mass_ptr, drawn_ptr, last_ptr,
     last_id_ptr, kept_ptr, keys_ptr, tokens_ptr, raw_ptr, behavior_ptr, nan_ptr, rows_ptr, raw_logits_ptr,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged.kernels.launch import is_dependent, options
+from paged.kernels.launch import is_dependent, launch
 
 BLOCK: Final = 128
 """Rows of a program."""
@@ -28,7 +28,9 @@ def step_inputs_triton(
     """As ``paged.kernels.step_rows.step_inputs``."""
     num_rows = slot_T.shape[0]
     token_T, position_out_T, cell_T = (torch.empty_like(slot_T, dtype=torch.int64) for _ in range(3))
-    _inputs_kernel[(triton.cdiv(num_rows, BLOCK),)](
+    launch(
+        _inputs_kernel,
+        (triton.cdiv(num_rows, BLOCK),),
         slot_T,
         position_T,
         tokens_SP,
@@ -44,7 +46,7 @@ def step_inputs_triton(
         BLOCK=BLOCK,
         IS_DEPENDENT=is_dependent(slot_T),
         num_warps=4,
-        **options(slot_T),
+        on=slot_T,
     )
     return token_T, position_out_T, cell_T
 
@@ -55,7 +57,9 @@ def keep_last_rows_triton(
     """As ``paged.kernels.step_rows.keep_last_rows``."""
     width = hidden_TN.shape[1]
     block = triton.next_power_of_2(width)
-    _last_rows_kernel[(row_B.shape[0],)](
+    launch(
+        _last_rows_kernel,
+        (row_B.shape[0],),
         hidden_TN,
         row_B,
         kept_BN,
@@ -64,7 +68,7 @@ def keep_last_rows_triton(
         BLOCK=block,
         IS_DEPENDENT=is_dependent(hidden_TN),
         num_warps=max(1, min(8, block // 256)),
-        **options(hidden_TN),
+        on=hidden_TN,
     )
 
 
@@ -77,7 +81,9 @@ def keep_draws_triton(
 ) -> None:
     """As ``paged.kernels.step_rows.keep_draws``."""
     num_rows = slot_R.shape[0]
-    _draws_kernel[(triton.cdiv(num_rows, BLOCK),)](
+    launch(
+        _draws_kernel,
+        (triton.cdiv(num_rows, BLOCK),),
         *drawn,
         slot_R,
         position_R,
@@ -89,12 +95,12 @@ def keep_draws_triton(
         BLOCK=BLOCK,
         IS_DEPENDENT=is_dependent(slot_R),
         num_warps=4,
-        **options(slot_R),
+        on=slot_R,
     )
 
 
-# The number of rows changes from graph to graph: a kernel for all of them.
-@triton.jit(do_not_specialize=["num_rows"])
+# One kernel for graphs of all sizes and tables of all widths, whose entries are read and written one by one.
+@triton.jit(do_not_specialize=["num_rows", "num_positions", "num_blocks", "padding_slot"])
 def _inputs_kernel(
     slot_ptr,
     position_ptr,
@@ -145,7 +151,7 @@ def _last_rows_kernel(
     tl.store(not_finite_ptr + index, not_finite != 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_positions", "num_columns"])
 def _draws_kernel(
     token_ptr,
     logprob_ptr,

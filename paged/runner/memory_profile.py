@@ -15,6 +15,7 @@ from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.linear import is_canonical
 from paged.kernels.sampling import Penalties, SamplingColumns, sample
 from paged.model.decoder import Decoder
+from paged.runner.kernel_builds import build_kernels
 from paged.runner.kv_cache import KVCache
 from paged.runner.runner import SCORE_ROWS
 from paged.runner.slots import TokenCounts, table_bytes
@@ -158,8 +159,8 @@ def measure_profile(
 ) -> MemoryProfile:
     """Run the largest steps on a card that holds the weights and not yet the cache; all ranks together.
 
-    Takes as long as these steps, and the first time as long as their kernels take to build and the library's products
-    to be compared with ours. Starts torch's count of the peak anew.
+    Builds all kernels first, side by side. Takes as long as these steps, and the first time as long as the builds and
+    the comparison of the library's products with ours. Starts torch's count of the peak anew.
 
     Args:
         decoder: the network, or a rank's part of it.
@@ -171,7 +172,7 @@ def measure_profile(
     loaded = CardMemory.read(device)
     # Where keys and values lie is no matter: one block serves all.
     cache = KVCache(decoder.local_spec, 1, limits.block_size, dtype=kv_dtype, device=device)
-    step_bytes, decode_bytes, penalized_bytes = _step_bytes(decoder, cache, limits)
+    step_bytes, decode_bytes, penalized_bytes = _step_bytes(decoder, cache, limits, before.num_sharing)
     makes_graphs = can_graph(decoder, cache)
     del cache
     torch.cuda.empty_cache()
@@ -188,13 +189,15 @@ def measure_profile(
     )
 
 
-def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[int, int, int]:
+def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits, num_sharing: int) -> tuple[int, int, int]:
     """The most that tensors take during some steps, beside those that were there.
 
     They are the largest step, the largest of decodes, and the largest with penalties, whose counts are among what it
     takes.
     """
     device = cache.device
+    if device.type == "cuda":
+        build_kernels(decoder, cache, limits.max_step_tokens, limits.num_logits, num_sharing)
     _prepare_products(decoder, cache, limits.max_step_tokens, limits.num_logits)
 
     def peak(starts: Sequence[int], lengths: Sequence[int], *, has_penalties: bool = False) -> int:

@@ -14,7 +14,6 @@ from enum import IntFlag
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from paged.core.plan import Started, StepPlan
 from paged.core.policy import num_blocks_for
@@ -210,12 +209,7 @@ class SlotTables:
             position_R: int64, of the tokens to be drawn.
             asks: ``Asks`` of which some row has some.
         """
-        num_rows = len(slot_R)
-        if num_rows % 2:
-            # Kernels are built anew for columns that do not begin where 16 bytes do.
-            slot_R = F.pad(slot_R, (0, 1), value=self.padding_slot)
-        gathered = self._sampling_5S.index_select(1, slot_R)[:, :num_rows]
-        temperature_R, seeds_R, top_k_R, top_p_R, min_p_R = gathered
+        temperature_R, seeds_R, top_k_R, top_p_R, min_p_R = self._sampling_5S.index_select(1, slot_R)
         return SamplingColumns(
             temperature_R=temperature_R.view(torch.float64),
             seeds_R=seeds_R,

@@ -186,7 +186,7 @@ ALL: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0
 
 @pytest.mark.parametrize("numbers", [[1], [1, 2], [2, 0, 1], [0, 3, 2, 1], [3, 3, 0, 2, 1]])
 def test_columns_of_even_and_odd_numbers_of_rows(numbers: list[int]) -> None:
-    """Every column begins where 16 bytes do: a kernel would be built anew for one that does not."""
+    """Columns are contiguous; of odd numbers of rows some begin at 8 bytes, for which no kernel is built anew."""
     slots = tables()
     slots.apply(
         plan(
@@ -210,7 +210,6 @@ def test_columns_of_even_and_odd_numbers_of_rows(numbers: list[int]) -> None:
     for column in (columns.temperature_R, columns.seeds_R, columns.top_k_R, columns.top_p_R, columns.min_p_R):
         assert column is not None
         assert column.is_contiguous()
-        assert column.data_ptr() % 16 == 0
         assert column.dtype in (torch.int64, torch.float64)
 
 
