@@ -17,6 +17,8 @@ from paged import CompletionOutput, Engine, SamplingParams
 from paged.core.model_spec import ModelSpec
 from paged.kernels.numerics import Numerics
 from paged.model.decoder import Decoder
+from paged.runner import memory_profile
+from paged.runner.kernel_builds import build_kernels
 from paged.runner.memory_profile import CardMemory
 from paged.runner.slots import LIMITS
 from paged.runner.step_graphs import StepGraphs
@@ -282,6 +284,28 @@ def test_an_error_in_a_step_is_forgotten(part: str, calls: tuple[int, ...], monk
 
     drive_both(mixed(6), prepare, depth=3)
     assert errors == [part] * len(calls)
+
+
+def test_after_kernels_were_built_a_start_builds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    asked: list[str] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: asked.append(src.name))
+    num_first = []
+
+    def build_first(*args: Any) -> None:
+        build_kernels(*args)
+        num_first.append(len(asked))
+        asked.clear()
+
+    monkeypatch.setattr(memory_profile, "build_kernels", build_first)
+    # Of sizes that no other test has, as a process builds a kernel once.
+    spec = replace(
+        SPEC, hidden_size=384, intermediate_size=640, vocab_size=777, num_heads=6, num_kv_heads=2, head_dim=64
+    )
+    engine = random_engine(spec, num_blocks=64, max_num_seqs=9, max_step_tokens=96, chunk_size=64, depth=2)
+    engine.generate([[1, 2, 3], [4] * 70], SamplingParams(max_tokens=20), use_tqdm=False)
+    assert num_first[0] > 10, "the control: something was built"
+    assert not asked
 
 
 def test_all_graphs_fit_into_the_engine_s_share_of_the_card() -> None:
