@@ -73,6 +73,8 @@ def build(work: Callable[[], object], device: torch.device, num_threads: int) ->
         waiting.close()
         return len(mode.future_kernels)
 
+    # Of the device with its index, which a thread of its own does not know.
+    device = torch.empty(0, device=device).device
     builders = Builders(num_threads, initializer=lambda: torch.cuda.set_device(device))
     try:
         # In a context of its own, so that whatever happens launches are launches again.
