@@ -116,7 +116,8 @@ def decode_attention(
     num_sums = num_items if work.most_splits else 0
     sums_IHD = q_THD.new_empty((num_sums, q_THD.shape[1], head_dim), dtype=torch.float32)
     # The greatest score and the sum of weights of each split and head.
-    tops_IH, totals_IH = q_THD.new_empty((2, num_sums, q_THD.shape[1]), dtype=torch.float32)
+    # Two tensors, not one: both then begin where 16 bytes do, whatever the numbers, which builds hang on.
+    tops_IH, totals_IH = (q_THD.new_empty((num_sums, q_THD.shape[1]), dtype=torch.float32) for _ in range(2))
     is_hopper = suits_hopper_decode(q_THD.shape[1], cache, q_THD.dtype, numerics)
     if is_hopper:
         decode_items_hopper(
