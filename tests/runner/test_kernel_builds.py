@@ -53,7 +53,7 @@ def test_ranks_of_a_machine_divide_its_processors(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
 def test_a_listener_hears_of_no_build_behind_the_builds() -> None:
-    """Neither in a cold start nor in the first draws, or the script fails; so it does if a warm start draws otherwise."""
+    """Neither in a cold start nor in the first draws, or the script fails; as it does if a warm one draws otherwise."""
     done = run_python("benchmarks/start_h200.py", "--model", "tiny", "--set", "max_seq_len=256", "max_num_seqs=20")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| builds |" in done.stdout
