@@ -295,7 +295,9 @@ def _attend_split(
 
 
 # Tables of any width have one build: their entries are read one by one.
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr"])
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr", "tops_ptr", "totals_ptr"]
+)
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -364,7 +366,7 @@ def _greater(left, right):
     return tl.maximum(left, right)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tops_ptr", "totals_ptr"])
 def _fold_kernel(
     sums_ptr,
     tops_ptr,

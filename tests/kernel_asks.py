@@ -1,14 +1,16 @@
-"""What an engine's start and its steps ask Triton to build, seen without a card: ``python -m tests.kernel_asks``.
+"""What an engine's start and its steps ask Triton to build, seen without a card: ``python -m tests.kernel_asks RANKS``.
 
 Tensors are fake ones of a Hopper, torch's own operations give shapes alone, and a hook notes each build that is asked
-for and refuses it, so that nothing is launched either. Prints JSON: the kernels asked for by ``build_kernels``, and
-those that only what follows asks for. Must have a process of its own: most of torch's card is replaced.
+for and refuses it, so that nothing is launched either. Of several ranks it is the first. Prints JSON: the kernels that
+``build_kernels`` asks for, and those that only what follows asks for. Must have a process of its own: most of torch's
+card is replaced.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -24,11 +26,13 @@ from triton.backends.compiler import GPUTarget
 from paged.core.model_spec import ModelSpec
 from paged.kernels import gemm_dispatch, launch
 from paged.kernels.batch_layout import BatchLayout
+from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.gemm import gemm
 from paged.kernels.gemm_gate import Product, Verdict
 from paged.kernels.numerics import Numerics
 from paged.kernels.sampling import sample
-from paged.model.decoder import Decoder
+from paged.kernels.vocab_parallel import sample_greedy
+from paged.model.parallel import build_decoder
 from paged.runner import kernel_builds, memory_profile, step_graphs
 from paged.runner.kv_cache import KVCache
 from paged.runner.memory_profile import CardMemory, StepLimits, measure_profile
@@ -37,7 +41,7 @@ from paged.runner.runner import TorchRunner
 DEVICE = torch.device("cuda", 0)
 MAX_NUM_SEQS, MAX_STEP_TOKENS, MAX_SEQ_LEN, BLOCK_SIZE = 40, 300, 1000, 16
 SPEC = ModelSpec(
-    vocab_size=40_000,
+    vocab_size=40_960,
     hidden_size=256,
     intermediate_size=512,
     num_layers=2,
@@ -92,6 +96,15 @@ def library_product(
     return torch.empty((x_TK.shape[0], weight_NK.shape[0]), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
 
 
+def group_of(num_ranks: int) -> RankGroup:
+    """Ranks that write to each other's memory."""
+    if num_ranks == 1:
+        return SINGLE
+    memory: Any = SimpleNamespace(rank=0, size=num_ranks, own=2**40, stop_address=2**30, most_programs=128)
+    memory.peers, memory.counters = (torch.zeros(size, dtype=torch.int64, device=DEVICE) for size in (num_ranks, 128))
+    return RankGroup(0, num_ranks, memory=memory)
+
+
 def patched(stack: ExitStack) -> None:
     """Replace what there is of a card, and what looks at numbers."""
     triton.runtime.driver.set_active(FakeDriver())
@@ -125,7 +138,7 @@ def patched(stack: ExitStack) -> None:
     stack.enter_context(patch.multiple(gemm_dispatch, verdicts=verdicts, library_product=library_product))
 
 
-def main() -> None:
+def main(num_ranks: int) -> None:
     """Start, compute steps of all sizes and kinds, and print what was asked for."""
     asked: dict[tuple[str, str], str] = {}
     phase = ["start"]
@@ -150,7 +163,10 @@ def main() -> None:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
         dtype = torch.bfloat16
-        decoder = Decoder(SPEC, numerics=Numerics(), dtype=dtype, device=DEVICE, max_positions=MAX_SEQ_LEN)
+        group = group_of(num_ranks)
+        decoder = build_decoder(
+            SPEC, numerics=Numerics(), group=group, dtype=dtype, device=DEVICE, max_positions=MAX_SEQ_LEN
+        )
         limits = StepLimits(
             max_num_seqs=MAX_NUM_SEQS,
             max_step_tokens=MAX_STEP_TOKENS,
@@ -161,7 +177,7 @@ def main() -> None:
         )
         measure_profile(decoder, dtype, limits, CardMemory(2**37, 2**36, 0, 0), DEVICE)
         # The width of tables is another than in the largest steps, and no multiple of 16.
-        cache = KVCache(SPEC, 700, BLOCK_SIZE, dtype=dtype, device=DEVICE)
+        cache = KVCache(decoder.local_spec, 700, BLOCK_SIZE, dtype=dtype, device=DEVICE)
         runner = TorchRunner(
             decoder, cache, None, max_num_seqs=MAX_NUM_SEQS, max_seq_len=MAX_SEQ_LEN, eos_token_ids=[1]
         )
@@ -183,6 +199,10 @@ def main() -> None:
             slot_R = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
             for asks in range(8):
                 sample(logits_RV, runner.slots.columns(slot_R, slot_R, asks))
+            if num_ranks > 1:
+                logits_RL = decoder.local_logits(torch.empty((num_rows, 256), dtype=dtype, device=DEVICE))
+                temperature_R = torch.zeros(num_rows, dtype=torch.float64, device=DEVICE)
+                sample_greedy(logits_RL, temperature_R, vocab_size=SPEC.vocab_size, group=group)
             memory_profile.run_step(decoder, cache, starts, [1] * num_rows, num_rows, has_penalties=True)
     built = [kernel for (kernel, _), when in asked.items() if when == "build"]
     late = [f"{kernel}, {when}" for (kernel, _), when in asked.items() if when != "build"]
@@ -191,4 +211,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter builds nothing"
-    main()
+    main(int(sys.argv[1]))

@@ -25,9 +25,10 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands for a card where there is none")
-def test_a_start_and_steps_ask_for_no_kernel_that_was_not_built_first() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_start_and_steps_ask_for_no_kernel_that_was_not_built_first(num_ranks: int) -> None:
     """A build in a running engine stalls it for seconds; so did one row alone, other limits and wider tables once."""
-    done = run_python("-W", "ignore", "-m", "tests.kernel_asks")
+    done = run_python("-W", "ignore", "-m", "tests.kernel_asks", str(num_ranks))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["late"] == []
