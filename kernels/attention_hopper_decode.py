@@ -285,7 +285,9 @@ def _attend(
 
 
 # Tables of any width have one build: their entries are read one by one.
-@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr"])
+@gluon.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr", "tops_ptr", "totals_ptr"]
+)
 def _kernel(
     q_ptr,
     key_ptr,

@@ -112,7 +112,7 @@ def _number(shared, LANE: gl.constexpr):
     return gl.max(shared.load(LANE), 0)
 
 
-@gluon.jit(do_not_specialize=["num_places"])
+@gluon.jit(do_not_specialize=["num_places"], do_not_specialize_on_alignment=["tops_ptr", "totals_ptr"])
 def _kernel(
     sums_ptr,
     tops_ptr,

@@ -116,8 +116,7 @@ def decode_attention(
     num_sums = num_items if work.most_splits else 0
     sums_IHD = q_THD.new_empty((num_sums, q_THD.shape[1], head_dim), dtype=torch.float32)
     # The greatest score and the sum of weights of each split and head.
-    # Two tensors, not one: both then begin where 16 bytes do, whatever the numbers, which builds hang on.
-    tops_IH, totals_IH = (q_THD.new_empty((num_sums, q_THD.shape[1]), dtype=torch.float32) for _ in range(2))
+    tops_IH, totals_IH = q_THD.new_empty((2, num_sums, q_THD.shape[1]), dtype=torch.float32)
     is_hopper = suits_hopper_decode(q_THD.shape[1], cache, q_THD.dtype, numerics)
     if is_hopper:
         decode_items_hopper(
@@ -296,7 +295,9 @@ def _attend_split(
 
 
 # Tables of any width have one build: their entries are read one by one.
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr"])
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["num_items_ptr", "tops_ptr", "totals_ptr"]
+)
 def _decode_kernel(
     q_ptr,
     key_ptr,
@@ -365,7 +366,7 @@ def _greater(left, right):
     return tl.maximum(left, right)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tops_ptr", "totals_ptr"])
 def _fold_kernel(
     sums_ptr,
     tops_ptr,

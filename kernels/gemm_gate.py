@@ -194,6 +194,7 @@ def _examine(product: Product, rows: Sequence[int], dtype: torch.dtype, device: 
     weight_bytes = weight_NK.numel() * weight_NK.element_size()
     weights = [weight_NK] + [weight_NK.clone() for _ in range(_ROTATED_BYTES // weight_bytes)] if timed else []
     times: dict[int, tuple[float, float]] = dict.fromkeys(rows, (0.0, 0.0))
+    stopwatch = _Stopwatch(device)
     for num_rows in timed:
         part_TK = x_TK[:num_rows]
 
@@ -203,40 +204,51 @@ def _examine(product: Product, rows: Sequence[int], dtype: torch.dtype, device: 
         def by_us(weight_NK: torch.Tensor, part_TK: torch.Tensor = part_TK) -> object:
             return gemm(part_TK, weight_NK, bias_N, out_dtype=product.out_dtype)
 
-        times[num_rows] = (_microseconds(by_library, weights), _microseconds(by_us, weights))
+        times[num_rows] = (stopwatch.microseconds(by_library, weights), stopwatch.microseconds(by_us, weights))
     return [Verdict(num_rows, num_different[num_rows], *times[num_rows]) for num_rows in rows]
 
 
-def _microseconds(call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
-    """The best time of a call inside a CUDA graph that goes through ``weights``."""
-    call(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # One stream for all, because the library keeps a workspace for each that it has seen, and the allocator's cache is
-    # not emptied, as ``torch.cuda.graph`` would each time: most of what a measurement took.
-    stream = _capture_stream(torch.cuda.current_device())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _ in range(max(1, 8 // len(weights))):
-                for weight_NK in weights:
-                    call(weight_NK)
-        finally:
-            graph.capture_end()
-    best = float("inf")
-    for _ in range(_NUM_REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return round(best * 1e3 / (max(1, 8 // len(weights)) * len(weights)), 2)
+class _Stopwatch:
+    """Times calls inside CUDA graphs, whose memory is the same for all that are timed.
+
+    ``torch.cuda.graph`` would empty the allocator's cache before each, which took longer than what is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _capture_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        # The pool ends with the last graph that has it.
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def microseconds(self, call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
+        """The best time of a call inside a graph that goes through ``weights``."""
+        call(weights[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                for _ in range(max(1, 8 // len(weights))):
+                    for weight_NK in weights:
+                        call(weight_NK)
+            finally:
+                graph.capture_end()
+        self._last = graph
+        best = float("inf")
+        for _ in range(_NUM_REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+        return round(best * 1e3 / (max(1, 8 // len(weights)) * len(weights)), 2)
 
 
 @functools.cache
-def _capture_stream(device_index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device_index)
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all, because the library keeps a workspace for each."""
+    return torch.cuda.Stream(device)
 
 
 def _cache_folder() -> Path:
