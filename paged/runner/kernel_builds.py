@@ -83,14 +83,11 @@ def _launch_all(decoder: Decoder, cache: KVCache, max_step_tokens: int, num_logi
 
 
 def _unlike_sizes(most_rows: int) -> list[int]:
-    """Numbers of rows up to what ``most_rows`` are padded to, such that products of any other are cut as one of them.
-
-    Ascending.
-    """
+    """Numbers of rows, ascending, such that products of any other up to ``most_rows`` are cut as one of them."""
     # Imported here because a CPU needs no Triton.
     from paged.kernels.gemm_gate import gated_rows
 
-    return sorted({*SMALL_SIZES, *gated_rows(min(most_rows, MOST_UNLIKE_ROWS)), gated_rows(most_rows)[-1]})
+    return sorted({*SMALL_SIZES, *gated_rows(min(most_rows, MOST_UNLIKE_ROWS)), most_rows})
 
 
 def _empty_hidden(decoder: Decoder, num_rows: int) -> torch.Tensor:
