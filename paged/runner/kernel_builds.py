@@ -97,12 +97,15 @@ def _empty_hidden(decoder: Decoder, num_rows: int) -> torch.Tensor:
 def _launch_network(decoder: Decoder, cache: KVCache, num_rows: int) -> None:
     """The network for so many rows; attention takes some of them as decodes, split or not, and some as chunks."""
     device, spec = cache.device, decoder.local_spec
-    token_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
     q_THD = torch.empty((1, spec.num_heads, spec.head_dim), dtype=decoder.dtype, device=device)
     if not is_canonical(q_THD, cache.layers[0], decoder.numerics):
+        # Torch computes attention, a few rows at a time: too long for the most there can be.
+        num_rows = min(num_rows, MOST_UNLIKE_ROWS)
         tables_BN = torch.zeros((num_rows, 1), dtype=torch.int32)
+        token_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
         decoder(token_T, BatchLayout.build([0] * num_rows, [1] * num_rows, tables_BN, cache.block_size, device), cache)
         return
+    token_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
     list_N = torch.zeros(12, dtype=torch.int32, device=device)
     # None, few and many splits of a row.
     for most_splits in (0, 2, 2**16) if num_rows == 1 else (0,):
