@@ -83,14 +83,11 @@ def _launch_all(decoder: Decoder, cache: KVCache, max_step_tokens: int, num_logi
 
 
 def _unlike_sizes(most_rows: int) -> list[int]:
-    """Numbers of rows up to what ``most_rows`` are padded to, such that products of any other are cut as one of them.
-
-    Ascending.
-    """
+    """Numbers of rows, ascending, such that products of any other up to ``most_rows`` are cut as one of them."""
     # Imported here because a CPU needs no Triton.
     from paged.kernels.gemm_gate import gated_rows
 
-    return sorted({*SMALL_SIZES, *gated_rows(min(most_rows, MOST_UNLIKE_ROWS)), gated_rows(most_rows)[-1]})
+    return sorted({*SMALL_SIZES, *gated_rows(min(most_rows, MOST_UNLIKE_ROWS)), most_rows})
 
 
 def _empty_hidden(decoder: Decoder, num_rows: int) -> torch.Tensor:
@@ -100,12 +97,15 @@ def _empty_hidden(decoder: Decoder, num_rows: int) -> torch.Tensor:
 def _launch_network(decoder: Decoder, cache: KVCache, num_rows: int) -> None:
     """The network for so many rows; attention takes some of them as decodes, split or not, and some as chunks."""
     device, spec = cache.device, decoder.local_spec
-    token_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
     q_THD = torch.empty((1, spec.num_heads, spec.head_dim), dtype=decoder.dtype, device=device)
     if not is_canonical(q_THD, cache.layers[0], decoder.numerics):
+        # Torch computes attention, a few rows at a time: too long for the most there can be.
+        num_rows = min(num_rows, MOST_UNLIKE_ROWS)
         tables_BN = torch.zeros((num_rows, 1), dtype=torch.int32)
+        token_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
         decoder(token_T, BatchLayout.build([0] * num_rows, [1] * num_rows, tables_BN, cache.block_size, device), cache)
         return
+    token_T = torch.zeros(num_rows, dtype=torch.int64, device=device)
     list_N = torch.zeros(12, dtype=torch.int32, device=device)
     # None, few and many splits of a row.
     for most_splits in (0, 2, 2**16) if num_rows == 1 else (0,):
