@@ -196,9 +196,8 @@ def _run_hydra(word: str, args: list[str]) -> int:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         if in_job:
             raise
-        # A log file that cannot be opened is the cause of a ValueError.
-        reason = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(reason, OSError):
+        reason = _write_failure(error)
+        if reason is None:
             # Composing the config: Hydra raises bare ValueErrors, too.
             raise UserError(hydra_sentence(error, word)) from error
         if not sweeps and not is_no_room(reason):
@@ -215,6 +214,13 @@ def _run_hydra(word: str, args: list[str]) -> int:
                 codes.append(_complain(error, INTERNAL))
         print(sweeps[-1])
     return max(codes, default=OK)
+
+
+def _write_failure(error: Exception) -> OSError | None:
+    """What kept Hydra from writing a folder, if `error` is that: of a log file it is a ValueError's cause."""
+    reason = error.__cause__ if isinstance(error, ValueError) else error
+    # Hydra's own OSErrors, of configs that it does not find, have no number.
+    return reason if isinstance(reason, OSError) and reason.errno is not None else None
 
 
 def _tell_of_job(error: UserError | UnwritableError, number: int, folder: Path) -> int:
