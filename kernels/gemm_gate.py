@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ import triton
 from paged.kernels import gemm as own_kernel
 from paged.kernels import gemm_hopper
 from paged.kernels.gemm import gemm
+
+_LOG = logging.getLogger(__name__)
 
 # Beyond it a product fills the card whoever makes it, and the library's kernels are the faster ones.
 _MAX_TIMED_ROWS = 256
@@ -144,11 +147,7 @@ def verdicts(
             entries[name] = [asdict(known[num_rows]) for num_rows in sorted(known)]
         found[product] = [known[num_rows] for num_rows in rows]
     if is_new:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may write at once: each renames a whole file.
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"facts": facts, "entries": entries}, indent=1))
-        part.replace(path)
+        _write(path, json.dumps({"facts": facts, "entries": entries}, indent=1))
     return found
 
 
@@ -263,6 +262,20 @@ def _read(path: Path) -> dict[str, list[dict]]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return entries if isinstance(entries, dict) else {}
+
+
+def _write(path: Path, table: str) -> None:
+    """Keep the table for the next start; one that cannot be written is made again then, in seconds."""
+    # Several processes may write at once: each renames a whole file.
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(table)
+        part.replace(path)
+    except OSError as error:
+        _LOG.warning("the verdicts on products are not kept, %s cannot be written (%s)", path, error.strerror)
+        with suppress(OSError):
+            part.unlink()
 
 
 def _facts(device: torch.device) -> dict[str, object]:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
 from paged.runner import launched
+from paged.streams import lenient_streams
+from paged.writing import UnwritableError, is_no_room
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,11 +51,25 @@ COMMANDS: Final[Mapping[str, Command]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code.
 
-    0 is success, 2 a mistake of the user's (told in one line on standard error), 130 an interruption. Errors
-    of the program's own are raised. Of several processes that were started together, as by torchrun, rank 0 runs the
-    command; the others only serve its engine.
+    0 is success, 2 a mistake of the user's, 1 a file or standard output that cannot be written (both told in one line
+    on standard error), 130 an interruption. Errors of the program's own are raised. What cannot be shown on standard
+    error changes nothing. Of several processes that were started together, as by torchrun, rank 0 runs the command; the
+    others only serve its engine.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
+    with lenient_streams() as output:
+        try:
+            code = _command(list(sys.argv[1:] if argv is None else argv))
+            output.flush()
+        except BrokenPipeError:
+            # Nobody reads standard output any more.
+            return INTERNAL
+        if output.failure is not None:
+            code = _complain(UnwritableError.of(output.failure, "standard output"), code or INTERNAL)
+        return code
+
+
+def _command(args: list[str]) -> int:
+    """Do what `args` say; the exit code."""
     if not args:
         print(_usage(), file=sys.stderr)
         return MISTAKE
@@ -81,12 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_hydra(word, rest)
     except UserError as error:
         return _complain(error)
+    except UnwritableError as error:
+        return _complain(error, INTERNAL)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        # Nobody reads standard output any more; Python would complain once more when it closes it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return INTERNAL
     finally:
         if launch is not None:
             launch.dismiss()
@@ -153,10 +167,12 @@ def _run_hydra(word: str, args: list[str]) -> int:
             except (OverflowError, MemoryError) as error:
                 reason = str(error) or "out of memory"
                 raise UserError(f"some number of the configuration is too large for this machine ({reason})") from error
-        except UserError as error:
+        except (UserError, UnwritableError) as error:
             # Raised here, it would end a sweep whose other points are fine.
-            in_sweep = chosen.mode == RunMode.MULTIRUN
-            codes.append(_tell_of_job(error, chosen.job.num, jobs[-1]) if in_sweep else _complain(error))
+            if chosen.mode == RunMode.MULTIRUN:
+                codes.append(_tell_of_job(error, chosen.job.num, jobs[-1]))
+            else:
+                codes.append(_complain(error, _code_of(error)))
         if codes[-1] == INTERRUPTED:
             raise _JobInterruptedError
         in_job = False
@@ -175,37 +191,59 @@ def _run_hydra(word: str, args: list[str]) -> int:
         pass
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else MISTAKE
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        if in_job:
-            raise
-        # Composing the config: Hydra raises bare ValueErrors, too.
-        raise UserError(hydra_sentence(error, word)) from error
     except BrokenPipeError:
         raise
-    except OSError as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         if in_job:
             raise
-        raise UserError(f"hydra.run.dir must be a folder that can be written: {error}") from error
+        reason = _write_failure(error)
+        if reason is None:
+            # Composing the config: Hydra raises bare ValueErrors, too.
+            raise UserError(hydra_sentence(error, word)) from error
+        if not sweeps and not is_no_room(reason):
+            raise UserError(f"hydra.run.dir must be a folder that can be written: {reason}") from error
+        key = "hydra.sweep.dir" if sweeps or {"-m", "--multirun"} & set(args) else "hydra.run.dir"
+        unwritable = UnwritableError.of(reason, reason.filename or f"the folder of {key}")
+        codes.append(_complain(unwritable, INTERNAL))
     if sweeps:
         finish_sweep = getattr(importlib.import_module(COMMANDS[word].module), "finish_sweep", None)
         if finish_sweep is not None:
-            finish_sweep(Path(sweeps[-1]), jobs)
+            try:
+                finish_sweep(Path(sweeps[-1]), jobs)
+            except UnwritableError as error:
+                codes.append(_complain(error, INTERNAL))
         print(sweeps[-1])
     return max(codes, default=OK)
 
 
-def _tell_of_job(error: UserError, number: int, folder: Path) -> int:
+def _write_failure(error: Exception) -> OSError | None:
+    """What kept Hydra from writing a folder, if `error` is that: of a log file it is a ValueError's cause."""
+    reason = error.__cause__ if isinstance(error, ValueError) else error
+    # Hydra's own OSErrors, of configs that it does not find, have no number.
+    return reason if isinstance(reason, OSError) and reason.errno is not None else None
+
+
+def _tell_of_job(error: UserError | UnwritableError, number: int, folder: Path) -> int:
     """Leave the reason in the folder of a sweep's job, whose row then says it; the exit code of the job.
 
-    What cannot be is an answer, which sweeps are made for; a mistake is told at once, too.
+    What cannot be is an answer, which sweeps are made for; a mistake is told at once, too, and so is what cannot be
+    written.
     """
     from paged.results import write_summary
 
-    if not (folder / "summary.json").exists():
-        write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
+    try:
+        if not (folder / "summary.json").exists():
+            write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
+    except UnwritableError as unwritable:
+        if isinstance(error, InfeasibleError):
+            error = unwritable
     if isinstance(error, InfeasibleError):
         return OK
-    return _complain(f"job {number}: {error}")
+    return _complain(f"job {number}: {error}", _code_of(error))
+
+
+def _code_of(error: UserError | UnwritableError) -> int:
+    return MISTAKE if isinstance(error, UserError) else INTERNAL
 
 
 class _JobInterruptedError(BaseException):

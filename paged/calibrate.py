@@ -29,6 +29,7 @@ from paged.sim.fitting import UsedSteps, fit_calibration, is_held_out
 from paged.sim.measured import MeasuredStep, StepTimes
 from paged.sim.shape import StepShape
 from paged.sim.step_log import STEPS_FILE, ConfigEvent, StepLogReader, step_log_of
+from paged.writing import UnwritableError, is_no_room, writing
 
 MEASURED_FILE: Final = "measured.csv"
 
@@ -46,6 +47,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
 
     Raises:
         UserError: for a mistake in the config or in the runs.
+        UnwritableError: if the folder cannot be written.
     """
     config = calibrate_config(cfg)
     try:
@@ -60,13 +62,16 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         )
     except ValueError as error:
         raise UserError(f"source must be folders of runs that fit together: {error}") from error
-    calibration.save(folder / CALIBRATION_FILE)
-    _write_measured(folder / MEASURED_FILE, runs, used, calibration)
+    with writing(folder):
+        calibration.save(folder / CALIBRATION_FILE)
+        _write_measured(folder / MEASURED_FILE, runs, used, calibration)
     write_summary(folder / "summary.json", {**asdict(calibration), "quality": calibration.quality})
     if config.output is not None:
         try:
             calibration.save(config.output)
         except OSError as error:
+            if is_no_room(error):
+                raise UnwritableError.of(error, config.output) from error
             raise UserError(f"output must be a file that can be written: {error}") from error
     print(_table(calibration))
     print(folder, flush=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 from tqdm.auto import tqdm
@@ -33,6 +34,7 @@ from paged.runner.runner import TorchRunner
 from paged.runner.text import Tokenizer
 from paged.samples import Samples
 from paged.step_log import StepLog
+from paged.streams import LenientStream
 
 __all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate"]
 
@@ -47,6 +49,9 @@ class Engine:
     whatever was called raises ``TPError``, and the engine can't go on; ``abort`` still returns what all had agreed on.
     Time in which this process is stopped (Ctrl-Z) does not count towards ``tp_timeout_s``, but for an exchange that is
     going on where the processes were started from outside.
+
+    If the step log can't be written, whatever was called raises ``UnwritableError``, an ``OSError``, and so does every
+    later step.
 
     Args:
         executor: computes plans.
@@ -112,7 +117,7 @@ class Engine:
 
         Raises:
             ValueError: one sentence naming the field or file that does not suit.
-            OSError: the step log can't be written.
+            UnwritableError: the step log can't be written.
             TPError: a rank was lost while the engine was built.
         """
         started = time.perf_counter()
@@ -327,7 +332,8 @@ class Engine:
                     raise ValueError(f"prompt {index}: {error}" if len(batch) > 1 else str(error)) from None
                 finished[ids[-1]] = {}
                 num_samples += one.n
-            with tqdm(total=num_samples, desc="samples", disable=not use_tqdm) as bar:
+            shown = cast(TextIO, LenientStream(sys.stderr))
+            with tqdm(total=num_samples, desc="samples", disable=not use_tqdm, file=shown) as bar:
                 num_finished, num_tokens, began = 0, 0, time.perf_counter()
                 while num_finished < num_samples:
                     for update in self._updates_of(finished):

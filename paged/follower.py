@@ -25,8 +25,10 @@ def main() -> None:
     """Serve rank 0, which started this process and passed it one end of a link by its number."""
     _leave_signals_to_rank_0()
     code = serve(Link(socket.socket(fileno=int(sys.argv[1]))))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # What it said goes to a temporary file; if that cannot be written, it is lost, and nothing else.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # The ordinary end takes torch a while, and there is nothing left to tidy.
     os._exit(code)
 

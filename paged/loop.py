@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from paged.interrupts import DeferredInterrupt
 from paged.runner.runner import TorchRunner
 from paged.samples import Brought, Samples
 from paged.step_log import StepLog
+from paged.writing import UnwritableError
 
 
 class Loop:
@@ -151,8 +152,8 @@ class Loop:
             self._leader.close()
             self._undo()
         if self._log is not None:
-            self._log.close()
-            self._log = None
+            log, self._log = self._log, None
+            log.close()
 
     def _plan(self) -> StepPlan | None:
         with DeferredInterrupt():
@@ -238,8 +239,10 @@ class Loop:
                 self._executor.abandon()
                 self._scheduler.abandon()
                 if self._log is not None:
-                    self._log.drop()
-                    self._log.abandon()
+                    # It may be what failed. If not, the next event says it; the other ranks must hear of ``error``.
+                    with suppress(UnwritableError):
+                        self._log.drop()
+                        self._log.abandon()
             if self._leader is not None:
                 failure = self._leader.fail(error)
                 self._undo()

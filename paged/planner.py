@@ -28,7 +28,8 @@ from paged.outcome import OK
 from paged.results import write_summary
 from paged.sim.latency import Roofline
 from paged.sim.shape import StepShape
-from paged.sim.sweep import Goal, compare, read_point
+from paged.sim.sweep import Comparison, Goal, read_point
+from paged.writing import writing
 
 _LARGEST: Final = ("largest.batch", "largest.context", "largest.step_ms", "largest.tokens_per_s")
 """What the table of a sweep tells of the largest batch."""
@@ -58,7 +59,10 @@ def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
     """Print the comparison of a sweep's plans, largest pool first, and write it into the sweep's folder."""
     numbers = dict.fromkeys(name for job in jobs for name in read_point(job).numbers)
     sequences = [name for name in numbers if name.startswith("max_concurrency.")]
-    print(compare(folder, jobs, Goal("kv_tokens", largest=True), [*sequences, *_LARGEST]))
+    comparison = Comparison.of(jobs, Goal("kv_tokens", largest=True), [*sequences, *_LARGEST])
+    print(comparison.table())
+    with writing(folder):
+        comparison.write(folder)
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:

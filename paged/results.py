@@ -9,10 +9,13 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
+
+from paged.writing import UnwritableError, writing
 
 if TYPE_CHECKING:
     from paged.engine import CompletionOutput
@@ -26,15 +29,21 @@ Row = dict[str, Any]
 
 
 class ResultsFile:
-    """`results.jsonl` open for appending; a row has left the process when `write` returns."""
+    """`results.jsonl` open for appending; a row has left the process when `write` returns.
+
+    Its methods raise `UnwritableError` if it cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         """Append one line of strict JSON (a number that is not finite becomes null)."""
-        self._file.write(json.dumps(_jsonable(row), allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(_jsonable(row), allow_nan=False) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> ResultsFile:
         return self
@@ -42,7 +51,12 @@ class ResultsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as unwritable:
+            # A row that could not be written is tried once more; that was told already.
+            if error is None:
+                raise UnwritableError.of(unwritable, self._path) from unwritable
 
 
 def result_row(output: CompletionOutput, solved: bool | None) -> Row:
@@ -116,20 +130,36 @@ def keep_finished(path: Path) -> None:
 
     The old file stands until the new one is complete.
     """
-    fresh = path.with_suffix(".tmp")
-    with fresh.open("w", encoding="utf-8") as file:
+    with replacing(path) as fresh, fresh.open("w", encoding="utf-8") as file:
         for row in read_results(path):
             if row["finish_reason"] in FINISHED:
                 file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write a file to that takes the place of `path` at the end; if it cannot be written, nothing changes.
+
+    Raises:
+        UnwritableError: it cannot be written.
+    """
+    fresh = path.with_suffix(".tmp")
+    try:
+        with writing(path):
+            yield fresh
+            with fresh.open("rb") as file:
+                os.fsync(file.fileno())
+            fresh.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            fresh.unlink()
+        raise
 
 
 def drop_torn_line(path: Path) -> None:
     """Cut a file of lines, if there is one, after its last newline, so that whole lines can be appended."""
     if path.is_file():
-        with path.open("r+b") as file:
+        with writing(path), path.open("r+b") as file:
             end = file.seek(0, os.SEEK_END)
             while end and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
                 end -= 1
@@ -201,8 +231,14 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`."""
-    path.write_text(json.dumps(_jsonable(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write `summary.json`; if that fails (`UnwritableError`), neither half of it is left nor an older one."""
+    text = json.dumps(_jsonable(summary), indent=2, allow_nan=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        raise UnwritableError.of(error, path) from error
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ from paged.results import (
     read_results,
     read_summary,
     refused_row,
+    replacing,
     result_row,
     summary_table,
     versions,
@@ -45,11 +46,15 @@ from paged.workload import arithmetic
 from paged.workload.arithmetic import ArithmeticWorkload
 from paged.workload.job import SizedWorkload
 from paged.workload.prompts import PromptLine, PromptsWorkload, RefusedLine, read_prompts, write_prompts
+from paged.writing import UnwritableError, writing
 
 if TYPE_CHECKING:
     from paged.engine import CompletionOutput, Engine, SampleUpdate
 
 logger = logging.getLogger(__name__)
+
+INPUTS: Final = Path("inputs", "prompts.jsonl")
+"""The copy of a workload's lines in a run's folder."""
 
 SWEEP_FIGURES: Final = ("elapsed_s", "num_samples", "output_tokens", "preemptions", "recomputed_tokens", "solved")
 """What the table of a sweep shows beside the throughput."""
@@ -61,11 +66,12 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     Standard output gets a table and, on its last line, the folder.
 
     Returns:
-        The exit code: 0; 2 if a line was refused; 130 if interrupted; 1 if the model's logits were NaN, or a rank was
-        lost.
+        The exit code: 0; 2 if a line was refused; 130 if interrupted; 1 if the model's logits were NaN, a rank was
+        lost, or the folder can no longer be written.
 
     Raises:
         UserError: if nothing could be sampled for a mistake in the config or the inputs.
+        UnwritableError: if the folder cannot be written before there is anything to resume.
     """
     resumed = cfg.get("resume") is not None
     base = Path.cwd()
@@ -79,26 +85,40 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
             return _Run(config, folder, lines, resumed).execute(model)
     except KeyboardInterrupt:
         # Before the first step or, pressed twice, in the middle of one: what is in results.jsonl stays.
-        write_summary(folder / "summary.json", {"interrupted": True})
+        _leave_summary(folder, {"interrupted": True})
         _say_how_to_resume(folder, "interrupted")
         return INTERRUPTED
-    except TPError as error:
-        write_summary(folder / "summary.json", {"interrupted": True, "reason": str(error)})
+    except (TPError, UnwritableError) as error:
+        if isinstance(error, UnwritableError) and not (folder / INPUTS).is_file():
+            raise
+        _leave_summary(folder, {"interrupted": True, "reason": str(error)})
         _say_how_to_resume(folder, str(error))
         return INTERNAL
 
 
+def _leave_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Write the summary of a run that ends early, if that can be: why it ends is told in any case."""
+    with suppress(UnwritableError):
+        write_summary(folder / "summary.json", summary)
+
+
 def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
     """Print the comparison of a sweep's jobs, fastest first, and write it into the sweep's folder."""
-    from paged.sim.sweep import Goal, compare
+    from paged.sim.sweep import Comparison, Goal
 
-    print(compare(folder, jobs, Goal("tokens_per_s_end_to_end", largest=True), SWEEP_FIGURES))
+    comparison = Comparison.of(jobs, Goal("tokens_per_s_end_to_end", largest=True), SWEEP_FIGURES)
+    print(comparison.table())
+    with writing(folder):
+        comparison.write(folder)
 
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
     """Hold the folder against another process that would write the same results; a crash lets go of it."""
-    with (folder / ".lock").open("w") as lock:
+    path = folder / ".lock"
+    with writing(path):
+        lock = path.open("w")
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -157,28 +177,40 @@ def _made_lines(
 
 def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> list[PromptLine | RefusedLine]:
     """The workload's lines, read from the copy in `folder`, which is made unless the run is resumed."""
-    copy = folder / "inputs" / "prompts.jsonl"
+    copy = folder / INPUTS
     workload = config.workload
     if not resumed:
         if (folder / "results.jsonl").exists():
             raise UserError(
                 f"hydra.run.dir must be a new folder (or resume=FOLDER be given): {folder} has results.jsonl"
             )
-        copy.parent.mkdir(exist_ok=True)
-        if isinstance(workload, PromptsWorkload):
-            try:
-                copy.write_bytes(workload.path.read_bytes())
-            except OSError as error:
-                reason = f"{str(workload.path)!r} cannot be read ({error.strerror})"
-                raise UserError(f"workload.path must be a file of prompts: {reason}") from error
-        else:
-            assert isinstance(workload, ArithmeticWorkload | SizedWorkload), workload
-            write_prompts(copy, _made_lines(workload, config, model))
+        _copy_inputs(config, model, copy)
     source = workload.path if isinstance(workload, PromptsWorkload) and not resumed else copy
     try:
         return read_prompts(copy, config.sampling, source=source)
     except ValueError as error:
         raise UserError(f"workload.path must be a file of prompts: {error}") from error
+
+
+def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
+    """Write the workload's lines to `copy`: all of them or no file, because a resumed run takes it for the whole."""
+    workload = config.workload
+    if isinstance(workload, PromptsWorkload):
+        try:
+            content = workload.path.read_bytes()
+        except OSError as error:
+            reason = f"{str(workload.path)!r} cannot be read ({error.strerror})"
+            raise UserError(f"workload.path must be a file of prompts: {reason}") from error
+    else:
+        assert isinstance(workload, ArithmeticWorkload | SizedWorkload), workload
+        lines = _made_lines(workload, config, model)
+    with writing(copy.parent):
+        copy.parent.mkdir(exist_ok=True)
+    with replacing(copy) as fresh:
+        if isinstance(workload, PromptsWorkload):
+            fresh.write_bytes(content)
+        else:
+            write_prompts(fresh, lines)
 
 
 class _Run:
@@ -249,11 +281,12 @@ class _Run:
                 "versions": versions("paged", "torch", "triton", "tokenizers", "hydra-core"),
             }
         finally:
-            engine.close()
             gc.unfreeze()
+            engine.close()
         if self.resumed and not num_samples and (earlier := read_summary(self.folder / "summary.json")):
             summary = earlier
-        write_summary(self.folder / "summary.json", summary)
+        else:
+            write_summary(self.folder / "summary.json", summary)
         return self._report(summary)
 
     def _read_earlier_results(self) -> None:
@@ -280,6 +313,8 @@ class _Run:
             return Engine.from_pretrained(
                 model, spec=self.config.spec, config=config, step_log=step_log, launch=launched.place()
             )
+        except UnwritableError:
+            raise
         except IndivisibleError as error:
             raise InfeasibleError(with_key(error)) from error
         except (ValueError, OSError) as error:

@@ -36,8 +36,9 @@ from paged.sim.plots import write_plots
 from paged.sim.record import SimRecord
 from paged.sim.replay import replay
 from paged.sim.report import SCALARS, Summary, combine, refusals, seed_rows, summarize, summary_table
-from paged.sim.sweep import Goal, compare
+from paged.sim.sweep import Comparison, Goal
 from paged.workload.job import Job, reseeded
+from paged.writing import writing
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
 
     Raises:
         UserError: if nothing could be simulated for a mistake in the config or the inputs.
+        UnwritableError: if the folder cannot be written.
     """
     in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if (folder / "summary.json").exists():
@@ -114,8 +116,11 @@ def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
     with contextlib.suppress(OSError, ValueError):
         config = OmegaConf.load(jobs[0] / ".hydra" / "config.yaml")
         goal = Goal.parse(str(OmegaConf.select(config, "optimize")), SCALARS)
-    print(compare(folder, jobs, goal, FIGURES))
+    comparison = Comparison.of(jobs, goal, FIGURES)
+    print(comparison.table())
     print("optimize=NAME sorts by another number of summary.json, optimize=-NAME puts the largest first")
+    with writing(folder):
+        comparison.write(folder)
 
 
 @dataclass(slots=True)
@@ -151,16 +156,8 @@ def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
     summary = combine(outcome.summaries) | _facts(config, setting, len(outcome.summaries))
     summary |= {"feasible": True, "reason": outcome.reason, "interrupted": outcome.interrupted}
     write_summary(folder / "summary.json", summary)
-    outcome.record.write_requests(folder / "requests.csv")
-    outcome.record.write_steps(folder / "steps.csv")
-    if len(outcome.summaries) > 1:
-        with (folder / "seeds.csv").open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(seed_rows(summary["seeds"], outcome.summaries))
-    if config.scalars.trace_file:
-        write_trace(outcome.record, folder / "trace.json")
-    if config.scalars.plots:
-        several = f", seed {summary['seeds'][0]}" if len(outcome.summaries) > 1 else ""
-        write_plots(outcome.record, outcome.summaries[0], folder, config.title + several)
+    with writing(folder):
+        _write_tables(config, outcome, summary, folder)
     if not in_sweep:
         print(_table(config, summary))
         print(folder, flush=True)
@@ -174,6 +171,19 @@ def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
         return OK
     print(f"paged: {outcome.reason}", file=sys.stderr)
     return MISTAKE
+
+
+def _write_tables(config: SimConfig, outcome: _Outcome, summary: Summary, folder: Path) -> None:
+    outcome.record.write_requests(folder / "requests.csv")
+    outcome.record.write_steps(folder / "steps.csv")
+    if len(outcome.summaries) > 1:
+        with (folder / "seeds.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(seed_rows(summary["seeds"], outcome.summaries))
+    if config.scalars.trace_file:
+        write_trace(outcome.record, folder / "trace.json")
+    if config.scalars.plots:
+        several = f", seed {summary['seeds'][0]}" if len(outcome.summaries) > 1 else ""
+        write_plots(outcome.record, outcome.summaries[0], folder, config.title + several)
 
 
 def _run(config: SimConfig, setting: Setting, folder: Path) -> _Outcome:
@@ -245,8 +255,9 @@ def _copy_inputs(config: SimConfig, folder: Path) -> None:
             target /= "other"
         for place, path in files.items():
             copy = target / place
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+            with writing(copy):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def _facts(config: SimConfig, setting: Setting, num_seeds: int) -> dict[str, Any]:

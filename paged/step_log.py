@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from paged.core.plan import StepPlan, StepResult
 from paged.core.request import Request
+from paged.writing import UnwritableError, writing
 
 
 class StepLog:
@@ -22,11 +24,16 @@ class StepLog:
     the same plans.
 
     A commit that other ranks have to agree to is held back, and all that follows it, until ``release``.
+
+    An event that cannot be written is an ``UnwritableError``, and so is every one after it: a log with a gap tells
+    nothing. It can still be closed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        with writing(path):
+            self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        self._failure: UnwritableError | None = None
         # Names and lines that are held back.
         self._held: list[tuple[str, str]] = []
 
@@ -94,7 +101,7 @@ class StepLog:
     def release(self) -> None:
         """Write what was held back: all ranks agree to it."""
         held, self._held = self._held, []
-        self._file.writelines(line for _, line in held)
+        self._append(line for _, line in held)
 
     def drop(self) -> None:
         """Leave out the plans and commits that were held back, which the ranks never will agree to."""
@@ -102,9 +109,11 @@ class StepLog:
         self.release()
 
     def close(self) -> None:
-        """Close the file; nothing can be logged afterwards."""
-        self.drop()
-        self._file.close()
+        """Close the file; nothing can be logged afterwards. A failure that was told already is not raised again."""
+        if self._failure is None:
+            self.drop()
+            with writing(self.path):
+                self._file.close()
 
     def __enter__(self) -> StepLog:
         return self
@@ -118,4 +127,16 @@ class StepLog:
         if is_held or self._held:
             self._held.append((name, line))
         else:
-            self._file.write(line)
+            self._append((line,))
+
+    def _append(self, lines: Iterable[str]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._file.writelines(lines)
+        except OSError as error:
+            self._failure = UnwritableError.of(error, self.path)
+            # What is left in the buffer would be tried again, and fail, whenever the file is closed.
+            with suppress(OSError):
+                self._file.close()
+            raise self._failure from error

@@ -108,27 +108,47 @@ def read_point(folder: Path) -> Point:
     return Point(folder, overrides, dict(flat(summary)), reason, str(summary.get("title", "")))
 
 
-def compare(folder: Path, jobs: Sequence[Path], goal: Goal, figures: Sequence[str]) -> str:
-    """Write `sweep.csv`, `sweep.json` and `sweep.png` into a sweep's folder.
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The points of a sweep, best first.
 
-    Args:
-        folder: of the sweep.
-        jobs: the folders of its jobs.
-        goal: what to sort by.
-        figures: names of the numbers that the table shows beside the goal's, the main one first.
+    Points with something to say of what went short come after the others, and those without the goal's number last.
 
-    Returns:
-        The table, best point first, and what its columns mean; points with something to say of what went short come
-        after the others, with the reason, and those without the goal's number last.
+    Attributes:
+        points: in that order.
+        goal: what they are sorted by.
+        keys: the overrides that are shown.
+        shown: names of the numbers that are shown, the goal's first.
     """
-    points = _sorted([read_point(job) for job in jobs], goal)
-    keys = varying_keys(points)
-    shown = [goal.name, *(name for name in figures if name != goal.name)]
-    shown = [name for name in shown if any(name in point.numbers for point in points)]
-    _write_csv(folder / "sweep.csv", points)
-    _write_json(folder / "sweep.json", points, goal)
-    _write_plot(folder / "sweep.png", points, keys, shown, goal)
-    return _table(points, keys, shown, goal)
+
+    points: Sequence[Point]
+    goal: Goal
+    keys: Sequence[str]
+    shown: Sequence[str]
+
+    @classmethod
+    def of(cls, jobs: Sequence[Path], goal: Goal, figures: Sequence[str]) -> Comparison:
+        """Compare the jobs of a sweep.
+
+        Args:
+            jobs: their folders.
+            goal: what to sort by.
+            figures: names of the numbers that are shown beside the goal's, the main one first.
+        """
+        points = _sorted([read_point(job) for job in jobs], goal)
+        shown = [goal.name, *(name for name in figures if name != goal.name)]
+        shown = [name for name in shown if any(name in point.numbers for point in points)]
+        return cls(points, goal, varying_keys(points), shown)
+
+    def table(self) -> str:
+        """A line a point, with the reason of what went short, and what the columns mean."""
+        return _table(self.points, self.keys, self.shown, self.goal)
+
+    def write(self, folder: Path) -> None:
+        """Write `sweep.csv`, `sweep.json` and `sweep.png` into the sweep's folder."""
+        _write_csv(folder / "sweep.csv", self.points)
+        _write_json(folder / "sweep.json", self.points, self.goal)
+        _write_plot(folder / "sweep.png", self.points, self.keys, self.shown, self.goal)
 
 
 def _sorted(points: Sequence[Point], goal: Goal) -> list[Point]:

@@ -49,6 +49,8 @@ ENGINE = (
     "paged.samples",
     "paged.step_log",
     "paged.interrupts",
+    "paged.streams",
+    "paged.writing",
 )  # one part in several files
 RULES: dict[str, Rule] = {
     "paged.core": Rule(("paged.core",), ()),
@@ -65,7 +67,7 @@ RULES: dict[str, Rule] = {
             "paged.interrupts",  # a leaf: when an interruption may fall
         )
     ),
-    "paged.step_log": Rule(("paged.core", "paged.step_log"), ()),
+    "paged.step_log": Rule(("paged.core", "paged.step_log", "paged.writing"), ()),
     "paged.consensus": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.engine": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.engine_parts": Rule((*BELOW_THE_ENGINE, *ENGINE)),
@@ -73,6 +75,8 @@ RULES: dict[str, Rule] = {
     "paged.follower": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.engine_config": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.interrupts": Rule(()),
+    "paged.streams": Rule((), ()),
+    "paged.writing": Rule((), ()),
     "paged.intake": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.loop": Rule((*BELOW_THE_ENGINE, *ENGINE)),
     "paged.outputs": Rule((*BELOW_THE_ENGINE, *ENGINE)),

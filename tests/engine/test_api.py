@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,19 @@ def test_generate_is_the_same_with_and_without_a_progress_bar(capsys: pytest.Cap
     captured = capsys.readouterr()
     assert captured.out == "", "standard output is the caller's"
     assert "12/12" in captured.err
+
+
+def test_a_progress_bar_that_cannot_be_shown_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = make_engine().generate(PROMPTS, SEEDED, use_tqdm=False)
+    # Python has no standard error where it was closed from the start.
+    monkeypatch.setattr(sys, "stderr", None)
+    assert make_engine().generate(PROMPTS, SEEDED) == hidden
+    # Unbuffered, so that nothing is left to write at the end.
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with pytest.raises(OSError, match="No space left"):
+            print("", file=sys.stderr)
+        assert make_engine().generate(PROMPTS, SEEDED) == hidden
 
 
 def test_results_come_in_the_order_of_the_prompts_and_are_typed() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,8 @@ from paged.core.request import Request, SamplingParams
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler, SchedulerConfig
 from paged.core.sequence import FinishReason
 from paged.model.decoder import Decoder
+from paged.step_log import StepLog
+from paged.writing import UnwritableError
 
 POLICIES: dict[str, type[Policy]] = {"fifo": Fifo, "reserve": Reserve, "watermark": Watermark}
 
@@ -207,3 +212,68 @@ def test_a_replay_of_another_log_fails(tmp_path: Path) -> None:
     config = {**events[0], "limits": {**events[0]["limits"], "num_blocks": events[0]["limits"]["num_blocks"] + 3}}
     with pytest.raises(AssertionError):
         replay([config, *events[1:]])
+
+
+def full_from_now_on(engine: Engine) -> None:
+    """Let the disk of an engine's step log be full."""
+    log = engine._loop._log
+    assert log is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._file.fileno())
+    os.close(full)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_log_that_cannot_be_written_ends_the_engine_and_closes_quietly(depth: int, tmp_path: Path) -> None:
+    """It failed again while the step was given up, and again when the engine was closed: three chained tracebacks."""
+    path = tmp_path / "steps.jsonl"
+    engine = make_engine(depth=depth, step_log=path)
+    engine.add_request([1, 2, 3], SEEDED)
+    engine.step()
+    full_from_now_on(engine)
+    for _ in range(2):
+        with pytest.raises(
+            UnwritableError, match=rf"^{re.escape(str(path))} cannot be written \(No space left"
+        ) as raised:
+            engine.step()
+        assert raised.value.errno == errno.ENOSPC
+        assert engine.scheduler.num_in_flight == 0
+    with pytest.raises(UnwritableError):
+        engine.add_request([4], SEEDED)
+    engine.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [PlantedError(), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_a_full_disk_does_not_hide_why_a_step_was_given_up(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(step_log=tmp_path / "steps.jsonl")
+    engine.add_request([1, 2, 3], SEEDED)
+    engine.step()
+
+    def fail() -> StepResult:
+        full_from_now_on(engine)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor, "collect", fail)
+        with pytest.raises(type(error)):
+            engine.step()
+    assert engine.num_running == 0
+    assert engine.num_waiting == 1
+    with pytest.raises(UnwritableError):
+        engine.step()
+    engine.close()
+
+
+def test_closing_tells_what_nobody_was_told(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps.jsonl")
+    log.commit(StepResult(0, [1], [False], [], 0.0, 1.0), is_agreed=False)
+    log.abort("r", None, "abort")
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._file.fileno())
+    os.close(full)
+    with pytest.raises(UnwritableError):
+        log.close()
+    log.close()

@@ -26,6 +26,7 @@ from paged.core.agreement import TPDesyncError, TPError
 from paged.core.policy import Fifo
 from paged.runner import ranks
 from paged.sim.replay import replay
+from paged.writing import UnwritableError
 from tp_tools import is_there, pids, save_model, state_dict, tp_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,7 +339,7 @@ def test_a_step_log_that_cannot_be_written_leaves_no_process(folder: Path, tmp_p
         return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
 
     before = children()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UnwritableError, match="cannot be written"):
         tp_engine(folder, 2, step_log=tmp_path / "no" / "steps.jsonl")
     assert children() == before
 

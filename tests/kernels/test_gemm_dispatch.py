@@ -154,6 +154,19 @@ def test_table_is_made_once_and_again_when_facts_change(monkeypatch: pytest.Monk
     assert len(examined) == 7
 
 
+def test_a_table_that_cannot_be_kept_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk, or a home folder that is read-only, ended every start."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PAGED_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(gemm_gate, "_facts", lambda device: {})
+    monkeypatch.setattr(gemm_gate, "_examine", lambda *_: [Verdict(16, 0, 1.5, 2.5)])
+    product = Product(8, 16)
+    assert gemm_gate.verdicts([product], [16], torch.float16, CPU) == {product: [Verdict(16, 0, 1.5, 2.5)]}
+    assert "cannot be written (Not a directory)" in caplog.text
+
+
 @pytest.mark.gpu
 @needs_card
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

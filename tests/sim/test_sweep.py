@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paged.sim import sweep
-from paged.sim.sweep import Goal, compare, read_point, varying_keys
+from paged.sim.sweep import Comparison, Goal, read_point, varying_keys
 
 SMALLEST = Goal("makespan_s", largest=False)
 INFEASIBLE = {"feasible": False, "reason": "the weights do not fit"}
@@ -24,6 +24,13 @@ def job(folder: Path, number: int, overrides: Sequence[str], summary: dict[str, 
     if summary is not None:
         (made / "summary.json").write_text(json.dumps(summary))
     return made
+
+
+def compare(folder: Path, jobs: Sequence[Path], goal: Goal, figures: Sequence[str]) -> str:
+    """The table of a sweep, whose files are written as well."""
+    comparison = Comparison.of(jobs, goal, figures)
+    comparison.write(folder)
+    return comparison.table()
 
 
 @pytest.fixture
