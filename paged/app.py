@@ -197,7 +197,7 @@ def _run_hydra(word: str, args: list[str]) -> int:
 def _tell_of_job(error: UserError, number: int, folder: Path) -> int:
     """Leave the reason in the folder of a sweep's job, whose row then says it; the exit code of the job.
 
-    What cannot be is an answer, which sweeps are made for; a mistake is told at once, too.
+    What cannot be is an answer, which `plan` and `sim` are asked for; a mistake is told at once, too.
     """
     from paged.results import write_summary
 

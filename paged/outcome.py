@@ -21,4 +21,4 @@ class UserError(ValueError):
 
 
 class InfeasibleError(UserError):
-    """Values that are allowed one by one and impossible together; in a sweep they make a row that says why."""
+    """Values that are allowed one by one and impossible together; in a sweep of `plan` or `sim` they are an answer."""

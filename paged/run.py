@@ -22,10 +22,9 @@ from yaml import YAMLError
 
 from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
-from paged.core.sharding import IndivisibleError
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
 from paged.results import (
     FINISHED,
     ResultsFile,
@@ -280,8 +279,6 @@ class _Run:
             return Engine.from_pretrained(
                 model, spec=self.config.spec, config=config, step_log=step_log, launch=launched.place()
             )
-        except IndivisibleError as error:
-            raise InfeasibleError(with_key(error)) from error
         except (ValueError, OSError) as error:
             raise UserError(with_key(error)) from error
 
