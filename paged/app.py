@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError, of_job
 from paged.runner import launched
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _run_hydra(word: str, args: list[str]) -> int:
         except UserError as error:
             # Raised here, it would end a sweep whose other points are fine.
             in_sweep = chosen.mode == RunMode.MULTIRUN
-            codes.append(_tell_of_job(error, chosen.job.num, jobs[-1]) if in_sweep else _complain(error))
+            codes.append(_tell_of_job(error, jobs[-1]) if in_sweep else _complain(error))
         if codes[-1] == INTERRUPTED:
             raise _JobInterruptedError
         in_job = False
@@ -194,7 +194,7 @@ def _run_hydra(word: str, args: list[str]) -> int:
     return max(codes, default=OK)
 
 
-def _tell_of_job(error: UserError, number: int, folder: Path) -> int:
+def _tell_of_job(error: UserError, folder: Path) -> int:
     """Leave the reason in the folder of a sweep's job, whose row then says it; the exit code of the job.
 
     What cannot be is an answer, which `plan` and `sim` are asked for; a mistake is told at once, too.
@@ -205,7 +205,7 @@ def _tell_of_job(error: UserError, number: int, folder: Path) -> int:
         write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
     if isinstance(error, InfeasibleError):
         return OK
-    return _complain(f"job {number}: {error}")
+    return _complain(f"{of_job()}{error}")
 
 
 class _JobInterruptedError(BaseException):

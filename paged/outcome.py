@@ -10,6 +10,16 @@ MISTAKE: Final = 2
 INTERRUPTED: Final = 130
 
 
+def of_job() -> str:
+    """What a line on standard error begins with, so that it says which job of a sweep it is of; else nothing."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return ""
+    return f"job {HydraConfig.get().job.num}: "
+
+
 class UserError(ValueError):
     """A mistake of the user's, in one line (a list of several is cut); the command ends with MISTAKE."""
 

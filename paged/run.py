@@ -24,7 +24,7 @@ from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, of_job
 from paged.results import (
     FINISHED,
     ResultsFile,
@@ -252,6 +252,7 @@ class _Run:
             gc.unfreeze()
         if self.resumed and not num_samples and (earlier := read_summary(self.folder / "summary.json")):
             summary = earlier
+        summary["reason"] = "; ".join(self._shortfalls(summary)) or None
         write_summary(self.folder / "summary.json", summary)
         return self._report(summary)
 
@@ -388,21 +389,23 @@ class _Run:
                     results.write(row)
                     self.tally.add(row)
 
+    def _shortfalls(self, summary: dict[str, Any]) -> Iterator[str]:
+        """What was not sampled as asked for, a sentence each."""
+        if self.refusals:
+            noun = "lines" if isinstance(self.config.workload, PromptsWorkload) else "prompts"
+            yield f"{len(self.refusals)} of {len(self.lines)} {noun} were refused, the first is {self.refusals[0]}"
+        if errors := summary["finish_reasons"].get("error", 0):
+            yield f"{errors} samples ended as error, because their logits were NaN"
+
     def _report(self, summary: dict[str, Any]) -> int:
         print(summary_table(summary))
         print(self.folder, flush=True)
-        if self.refusals:
-            first = self.refusals[0]
-            noun = "lines" if isinstance(self.config.workload, PromptsWorkload) else "prompts"
-            say = f"{len(self.refusals)} of {len(self.lines)} {noun} were refused, the first is {first}"
-            print(f"paged: {say}", file=sys.stderr)
-        errors = summary["finish_reasons"].get("error", 0)
-        if errors:
-            print(f"paged: {errors} samples ended as error, because their logits were NaN", file=sys.stderr)
+        for sentence in self._shortfalls(summary):
+            print(f"paged: {of_job()}{sentence}", file=sys.stderr)
         if summary["interrupted"]:
             _say_how_to_resume(self.folder, "interrupted")
             return INTERRUPTED
-        if errors:
+        if summary["finish_reasons"].get("error", 0):
             return INTERNAL
         return MISTAKE if self.refusals else OK
 

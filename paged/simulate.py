@@ -25,7 +25,7 @@ from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, pr
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, of_job
 from paged.results import versions, write_summary
 from paged.run_facts import RunFacts, differences
 from paged.sim.calibration import Calibrated
@@ -86,7 +86,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     except _StuckError as error:
         # Raised here, it would end a sweep whose other points are fine.
         write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
-        print(f"paged: {error}", file=sys.stderr)
+        print(f"paged: {of_job()}{error}", file=sys.stderr)
         return INTERNAL
 
 

@@ -222,6 +222,18 @@ def test_a_mistake_in_one_point_leaves_the_others_of_a_sweep(cli: Cli) -> None:
     assert len(rows_of(folder_of(out) / "1")) == 4
 
 
+def test_refusals_in_one_point_of_a_sweep_name_its_job_and_stand_in_its_row(cli: Cli) -> None:
+    code, out, err = cli("-m", "num_blocks=1,40", *SMALL)
+    assert code == 2
+    sentence = "2 of 2 prompts were refused, the first is arithmetic-0: "
+    assert f"paged: job 0: {sentence}" in err
+    header, *points = out.splitlines()[-5:-2]
+    assert header.endswith("note")
+    assert [(point.split()[0], sentence in point) for point in points] == [("1", False), ("0", True)]
+    assert summary_of(folder_of(out) / "0")["reason"].startswith(sentence)
+    assert summary_of(folder_of(out) / "1")["reason"] is None
+
+
 def test_a_results_file_is_never_written_over(cli: Cli) -> None:
     folder = folder_of(cli(*SMALL)[1])
     code, _, err = cli(*SMALL, f"hydra.run.dir={folder}")
