@@ -175,11 +175,11 @@ def _run_hydra(word: str, args: list[str]) -> int:
         pass
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else MISTAKE
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         if in_job:
             raise
-        # Composing the config: Hydra raises bare ValueErrors, too.
-        raise UserError(hydra_sentence(error, word)) from error
+        # Composing the config: Hydra raises bare ValueErrors and TypeErrors, too.
+        raise UserError(hydra_sentence(error, word, _own_conf(args))) from error
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -192,6 +192,14 @@ def _run_hydra(word: str, args: list[str]) -> int:
             finish_sweep(Path(sweeps[-1]), jobs)
         print(sweeps[-1])
     return max(codes, default=OK)
+
+
+def _own_conf(args: Sequence[str]) -> Path | None:
+    """The folder of config files that `--config-dir` names."""
+    from hydra._internal.utils import get_args_parser
+
+    given = get_args_parser().parse_args(args).config_dir
+    return None if given is None else Path(given).resolve()
 
 
 def _tell_of_job(error: UserError, folder: Path) -> int:

@@ -330,7 +330,9 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         (["-m", "--cfg", "job"], "only one of --run, --multirun"),
         (["--config-name", "absent"], "Cannot find primary config 'absent'"),
         (["policy=null"], "Config group override must be a string"),
-        (["sampling=[1]"], "Error merging override sampling=[1]: Cannot merge"),
+        (["sampling=[1]"], "sampling must hold keys and values, not [1]"),
+        (["sampling.stop={a: 1}"], "sampling.stop must be a text or a list of texts, not {a: 1}"),
+        (["workload=[1]"], "a group must be given the name of one of its options"),
         (["block_size=${foo}"], "block_size: Interpolation key 'foo' not found"),
         (["block_size=abc"], "block_size must be a whole number, not 'abc'"),
         (["block_size=0"], "block_size must be a whole number, at least 1, not 0"),
@@ -372,6 +374,55 @@ def test_a_mistake_is_one_line_and_exit_code_2(cli: Cli, overrides: list[str], s
     assert out == ""
     assert err.startswith(f"paged: {sentence}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            "# @package _global_\nblock_size: [1, 2\nseed: 3\n",
+            "FILE, line 3: not valid YAML: expected ',' or ']', but got",
+        ),
+        ("# @package _global_\nseed: 1\nseed: 2\n", "FILE, line 3: not valid YAML: found duplicate key seed"),
+        (
+            "# @package _global_\nseed: \x01\n",
+            "FILE: not valid YAML: special characters are not allowed (character 27)",
+        ),
+        (b"# @package _global_\nseed: \xff\n", "FILE: not UTF-8 text (byte 27)"),
+        ("# @package _global_\n- seed: 3\n", "FILE must hold keys and values, not a list"),
+        ("# @package _global_\nsampling: [1]\n", "FILE has a list where keys and values are wanted, or the other way"),
+        ("seed: 3\n", "FILE must begin with the line `# @package _global_`, without which it changes nothing"),
+        ("", "FILE must begin with the line `# @package _global_`"),
+        (
+            "# @package _global_\npolicy: reserve\n",
+            "policy must hold keys and values, not 'reserve'; a file chooses an option by `override /policy: reserve`",
+        ),
+        (
+            "# @package _global_\ndefaults:\n  - policy: fifo\n",
+            "there is no group experiment/policy; a file's defaults choose another group's option with `override /policy:",
+        ),
+    ],
+    ids=range(10),
+)
+def test_a_mistake_in_a_file_of_the_users_own_is_one_line_that_names_it(
+    cli: Cli, tmp_path: Path, content: str | bytes, sentence: str
+) -> None:
+    path = tmp_path / "own" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    code, out, err = cli("--config-dir", "own", "experiment=mine")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"paged: {sentence.replace('FILE', str(path))}")
+    assert err.count("\n") == 1
+
+
+def test_a_file_of_the_users_own_is_an_experiment(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "own" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\nblock_size: 8\n")
+    code, out, _ = cli("--config-dir", "own", "experiment=mine", "--cfg", "job")
+    assert code == 0
+    assert "block_size: 8" in out
 
 
 def test_a_mistake_through_the_real_process_leaves_no_traceback(tmp_path: Path) -> None:

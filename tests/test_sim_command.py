@@ -488,6 +488,10 @@ def test_refusals_in_a_sweep_are_rows_that_say_why(cli: Cli) -> None:
         (["sampling.n=8"], "sim takes no sampling.*; use workload.num_samples"),
         (["num_prompts=500"], "num_prompts is not a key of this config; did you mean workload.num_prompts?"),
         (["workload.n=8"], "workload.n is not a key of this config; did you mean workload.num_samples?"),
+        (
+            ["workload.output=[1,2]"],
+            "workload.output must be a length, a text such as lognormal:1200:0.9, or keys with dist, not [1,2]",
+        ),
         (["depht=2"], "depht is not a key of this config; did you mean depth?"),
         (["workload=arithmetic"], "workload must be one that knows its lengths"),
         (
