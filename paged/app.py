@@ -161,7 +161,7 @@ def _run_hydra(word: str, args: list[str]) -> int:
             raise _JobInterruptedError
         in_job = False
 
-    if {"-m", "--multirun"} & set(args):
+    if _is_sweep(args):
         check_sweep = getattr(importlib.import_module(COMMANDS[word].module), "check_sweep", None)
         if check_sweep is not None:
             check_sweep(args)
@@ -185,13 +185,18 @@ def _run_hydra(word: str, args: list[str]) -> int:
     except OSError as error:
         if in_job:
             raise
-        raise UserError(f"hydra.run.dir must be a folder that can be written: {error}") from error
+        key = f"hydra.{'sweep' if _is_sweep(args) else 'run'}.dir"
+        raise UserError(f"{key} must be a folder that can be written: {error}") from error
     if sweeps:
         finish_sweep = getattr(importlib.import_module(COMMANDS[word].module), "finish_sweep", None)
         if finish_sweep is not None:
             finish_sweep(Path(sweeps[-1]), jobs)
         print(sweeps[-1])
     return max(codes, default=OK)
+
+
+def _is_sweep(args: Sequence[str]) -> bool:
+    return bool({"-m", "--multirun"} & set(args))
 
 
 def _own_conf(args: Sequence[str]) -> Path | None:
@@ -261,7 +266,7 @@ def _open_resumed_folder(args: list[str]) -> list[str]:
         return args
     if len(values) > 1:
         raise UserError("resume must be given once")
-    if {"-m", "--multirun"} & set(others):
+    if _is_sweep(others):
         raise UserError("resume must not be given in a sweep: resume one run's folder at a time")
     folder = Path(values[0]).expanduser()
     if not (folder / ".hydra" / "config.yaml").is_file():

@@ -24,7 +24,7 @@ from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, of_job
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job
 from paged.results import (
     FINISHED,
     ResultsFile,
@@ -73,7 +73,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     config = run_config(cfg)
     try:
         model = _local_model(config.model, base)
-        with _owned(folder):
+        with _owned(folder, "resume" if resumed else folder_key()):
             lines = _read_inputs(config, model, folder, resumed)
             return _Run(config, folder, lines, resumed).execute(model)
     except KeyboardInterrupt:
@@ -95,13 +95,16 @@ def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """Hold the folder against another process that would write the same results; a crash lets go of it."""
+def _owned(folder: Path, key: str) -> Iterator[None]:
+    """Hold the folder, given by `key`, against another process that would write the same results.
+
+    A crash lets go of it.
+    """
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UserError(f"resume must be a folder that no other process works on: {folder}") from error
+            raise UserError(f"{key} must be a folder that no other process works on: {folder}") from error
         yield
 
 
@@ -161,7 +164,7 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
     if not resumed:
         if (folder / "results.jsonl").exists():
             raise UserError(
-                f"hydra.run.dir must be a new folder (or resume=FOLDER be given): {folder} has results.jsonl"
+                f"{folder_key()} must be a new folder (or resume=FOLDER be given): {folder} has results.jsonl"
             )
         copy.parent.mkdir(exist_ok=True)
         if isinstance(workload, PromptsWorkload):

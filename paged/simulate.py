@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -25,7 +24,7 @@ from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, pr
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, of_job
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, in_sweep, of_job
 from paged.results import versions, write_summary
 from paged.run_facts import RunFacts, differences
 from paged.sim.calibration import Calibrated
@@ -73,16 +72,15 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     Raises:
         UserError: if nothing could be simulated for a mistake in the config or the inputs.
     """
-    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if (folder / "summary.json").exists():
-        raise UserError(f"hydra.run.dir must be a new folder: {folder} has a summary.json")
+        raise UserError(f"{folder_key()} must be a new folder: {folder} has a summary.json")
     try:
         config = sim_config(with_given_sources(cfg, overrides))
         if config.replay is not None:
-            if in_sweep:
+            if in_sweep():
                 raise UserError(_NO_REPLAY_IN_SWEEP)
             return _replay(config, config.replay, folder, _given(overrides), _changed(cfg))
-        return _simulate(config, folder, in_sweep)
+        return _simulate(config, folder)
     except _StuckError as error:
         # Raised here, it would end a sweep whose other points are fine.
         write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
@@ -145,7 +143,7 @@ class _Outcome:
             self.reason = f"{count}, the first is {refused[0].key[0]}: {refused[0].reason}"
 
 
-def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
+def _simulate(config: SimConfig, folder: Path) -> int:
     setting = config.setting()
     outcome = _run(config, setting, folder)
     summary = combine(outcome.summaries) | _facts(config, setting, len(outcome.summaries))
@@ -161,7 +159,7 @@ def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
     if config.scalars.plots:
         several = f", seed {summary['seeds'][0]}" if len(outcome.summaries) > 1 else ""
         write_plots(outcome.record, outcome.summaries[0], folder, config.title + several)
-    if not in_sweep:
+    if not in_sweep():
         print(_table(config, summary))
         print(folder, flush=True)
     if outcome.interrupted:
@@ -169,7 +167,7 @@ def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
         return INTERRUPTED
     if outcome.reason is None:
         return OK
-    if in_sweep:
+    if in_sweep():
         logger.warning("%s", outcome.reason)
         return OK
     print(f"paged: {outcome.reason}", file=sys.stderr)

@@ -362,10 +362,12 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         ),
         (["workload=prompts", "workload.path=."], "workload.path must be a file of prompts: '.' cannot be read"),
         (["hydra.run.dir=empty.jsonl/run"], "hydra.run.dir must be a folder that can be written"),
+        (["-m", "hydra.sweep.dir=empty.jsonl/s"], "hydra.sweep.dir must be a folder that can be written"),
+        (["seed=" + "1" * 5000], "the config must hold whole numbers of at most 4300 digits"),
         (["resume=absent"], "resume must be the folder of a run, and 'absent' holds no .hydra/config.yaml"),
         (["resume=a", "resume=b"], "resume must be given once"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_line_and_exit_code_2(cli: Cli, overrides: list[str], sentence: str) -> None:
     Path("empty.jsonl").write_text("\n")
@@ -399,7 +401,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(cli: Cli, overrides: list[str], s
         ),
         (
             "# @package _global_\ndefaults:\n  - policy: fifo\n",
-            "there is no group experiment/policy; a file's defaults choose another group's option with `override /policy:",
+            "there is no group experiment/policy; a file's defaults choose another group's option with `overr",
         ),
     ],
     ids=range(10),
@@ -759,6 +761,11 @@ def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         code, out, err = cli(f"resume={folder}", model=False)
         assert (code, out, err.count("\n")) == (2, "", 1)
+        told = f"must be a folder that no other process works on: {folder}\n"
+        kept = "hydra.output_subdir=null"
+        assert cli(f"hydra.run.dir={folder}", kept, model=False) == (2, "", f"paged: hydra.run.dir {told}")
+        code, _, err = cli("-m", "hydra.sweep.subdir=.", f"hydra.sweep.dir={folder}", kept, model=False)
+        assert (code, err.splitlines()[-1]) == (2, f"paged: job 0: hydra.sweep.dir {told}"[:-1])
     assert cli(f"resume={folder}", model=False)[0] == 0
 
 
@@ -817,6 +824,18 @@ def test_a_named_model_that_is_absent_says_how_to_get_it(
     code, _, err = cli("model=olmoe", "model.path=nowhere/at/all", "weights=dummy", model=False)
     assert code == 2
     assert "model.path nowhere/at/all does not exist" in err
+
+
+def test_what_a_checkpoint_violates_is_a_list_in_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, folder / "model.safetensors")
+    code, _, err = cli(f"model.path={folder}", model=False)
+    assert (code, err.count("\n")) == (2, 1)
+    assert re.search(r"can't be loaded, \d+ violations: (tensor [\w.]+ is missing; ){3,4}and \d+ more$", err)
 
 
 def test_a_checkpoint_must_be_the_model_that_is_named(cli: Cli, checkpoint: Path) -> None:

@@ -427,7 +427,22 @@ def test_a_pool_without_a_block_is_one_sentence(cli: Cli) -> None:
     code, out, err = cli(*SMALL, "num_blocks=null", "tp=1", "gpu_memory_utilization=0.5")
     assert (code, out) == (2, "")
     assert err.startswith("paged: no block of the cache fits: weights, activations and context take 16.26 of the 11.03")
-    assert "tp=2 would do" in err
+    assert err.endswith("tp=2 or cards of 32.52 GiB would do\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["memory.activation_gib=1000"], "memory.activation_gib=15.53 or cards of 1115.91 GiB would do"),
+        (["hardware.memory_gib.value=0.1"], "of the 0.09 GiB that a card may hold; cards of 5.36 GiB would do"),
+        (["hardware=cpu", "tp=1", "hardware.pool_gib.value=1e-7"], "hardware.pool_gib.value is 1e-07 GiB, and a block"),
+    ],
+)
+def test_what_would_do_is_not_denied(cli: Cli, overrides: list[str], sentence: str) -> None:
+    """`no single change would do`, it said of a single number that was given too large."""
+    code, out, err = cli(*overrides)
+    assert (code, out) == (2, "")
+    assert sentence in err
 
 
 def test_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,11 @@ def test_line_ends_byte_order_mark_and_line_separators_in_text_do_no_harm(read) 
         ('{"prompt_token_ids": [1, -1]}', "prompt_token_ids must be whole numbers"),
         ('{"prompt_token_ids": [1, true]}', "prompt_token_ids must be whole numbers"),
         ('{"prompt_token_ids": [1.0]}', "prompt_token_ids must be whole numbers"),
+        pytest.param(
+            '{"prompt_token_ids": [1, ' + "1" * 5000 + "]}",
+            "^must hold whole numbers of at most 4300 digits",
+            id="digits",
+        ),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"content": "a"}]}', "role and content"),
         ('{"prompt": "a", "id": ""}', "id must be"),
