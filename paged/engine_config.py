@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paged.core.checks import check_whole
+from paged.core.checks import check_whole, is_positive
 from paged.core.limits import SchedulerConfig
 from paged.core.memory import FP8, kv_token_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
@@ -86,14 +86,16 @@ class EngineConfig:
         _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("weights", self.weights, ("auto", "dummy"))
-        _check_choice("verify", self.verify, (True, False))
+        for name in ("verify", "prefix_reuse", "allow_long_context"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         check_whole("tp", self.tp, 1)
-        if not isinstance(self.tp_timeout_s, int | float) or not 0.1 <= self.tp_timeout_s <= MOST_TIMEOUT_S:
+        if not is_positive(self.tp_timeout_s) or not 0.1 <= self.tp_timeout_s <= MOST_TIMEOUT_S:
             raise ValueError(f"tp_timeout_s must be 0.1 to {MOST_TIMEOUT_S}, not {self.tp_timeout_s!r}")
         self.build_numerics()
         if not isinstance(self.policy, Policy):
             raise ValueError(f"policy must be a Policy, not {self.policy!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not is_positive(self.gpu_memory_utilization) or self.gpu_memory_utilization > 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization!r}"
             )

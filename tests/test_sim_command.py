@@ -496,6 +496,8 @@ def test_refusals_in_a_sweep_are_rows_that_say_why(cli: Cli) -> None:
     ("overrides", "sentence"),
     [
         (["optimize=speed"], "optimize must be one of makespan_s, elapsed_s, tokens_per_s_end_to_end"),
+        (["plots=3"], "plots must be true or false, not 3"),
+        (["hardware.memory_gib.assumed=1"], "hardware.memory_gib.assumed must be true or false, not 1"),
         (["seeds=0"], "seeds must be a whole number, 1 to 1000, not 0"),
         (["num_blocks=0"], "num_blocks must be a whole number, at least 1, not 0"),
         (["tp=3"], "tp must divide num_attention_heads 32"),

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Final
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 from yaml.reader import ReaderError
 
@@ -306,6 +306,9 @@ def _convert(schema: type, values: Mapping[str, Any], prefix: str, others: tuple
             target[key] = _convert(inner, _group(values, key, prefix), f"{prefix}{key}.")
         elif value != MISSING:
             try:
+                if hints[key] is bool and not isinstance(value, bool):
+                    # OmegaConf would take any number, and words such as `on`.
+                    raise ValidationError
                 target[key] = _listed(value, hints[key])
             except OmegaConfBaseException as error:
                 raise UserError(f"{prefix}{key} must be {_allowed(hints[key])}, not {_shown(value)}") from error
