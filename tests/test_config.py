@@ -60,6 +60,13 @@ def test_every_root_composes_with_every_option(root: str, option: str, tmp_path:
     assert converted(root, option, *given) is not None
 
 
+@pytest.mark.parametrize("root", ROOTS)
+def test_the_readme_tells_every_option(root: str) -> None:
+    readme = (CONF.parent / "README.md").read_text(encoding="utf-8")
+    options = [option for option in options_of(root) if not option.startswith("experiment=")]
+    assert [option for option in options if f"`{option.partition('=')[2]}`" not in readme] == []
+
+
 def test_there_is_something_to_compose() -> None:
     assert {"run", "plan"} <= set(ROOTS)
     assert len(list(options_of("run"))) >= 20

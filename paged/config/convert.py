@@ -193,7 +193,7 @@ def _experiment() -> str:
         return "an experiment's file"
     runtime = HydraConfig.get().runtime
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
-    return _file_of(f"experiment/{runtime.choices.experiment}", folders)
+    return _file_of(f"experiment/{runtime.choices['experiment']}", folders)
 
 
 def _file_of(name: str, folders: Iterable[Path]) -> str:
