@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError, of_job
 from paged.runner import launched
 from paged.streams import lenient_streams
 from paged.writing import UnwritableError, is_no_room
@@ -169,15 +169,13 @@ def _run_hydra(word: str, args: list[str]) -> int:
                 raise UserError(f"some number of the configuration is too large for this machine ({reason})") from error
         except (UserError, UnwritableError) as error:
             # Raised here, it would end a sweep whose other points are fine.
-            if chosen.mode == RunMode.MULTIRUN:
-                codes.append(_tell_of_job(error, chosen.job.num, jobs[-1]))
-            else:
-                codes.append(_complain(error, _code_of(error)))
+            in_sweep = chosen.mode == RunMode.MULTIRUN
+            codes.append(_tell_of_job(error, jobs[-1]) if in_sweep else _complain(error, _code_of(error)))
         if codes[-1] == INTERRUPTED:
             raise _JobInterruptedError
         in_job = False
 
-    if {"-m", "--multirun"} & set(args):
+    if _is_sweep(args):
         check_sweep = getattr(importlib.import_module(COMMANDS[word].module), "check_sweep", None)
         if check_sweep is not None:
             check_sweep(args)
@@ -193,16 +191,16 @@ def _run_hydra(word: str, args: list[str]) -> int:
         return end.code if isinstance(end.code, int) else MISTAKE
     except BrokenPipeError:
         raise
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, OSError) as error:
         if in_job:
             raise
         reason = _write_failure(error)
         if reason is None:
-            # Composing the config: Hydra raises bare ValueErrors, too.
-            raise UserError(hydra_sentence(error, word)) from error
+            # Composing the config: Hydra raises bare ValueErrors and TypeErrors, too.
+            raise UserError(hydra_sentence(error, word, _own_conf(args))) from error
+        key = f"hydra.{'sweep' if sweeps or _is_sweep(args) else 'run'}.dir"
         if not sweeps and not is_no_room(reason):
-            raise UserError(f"hydra.run.dir must be a folder that can be written: {reason}") from error
-        key = "hydra.sweep.dir" if sweeps or {"-m", "--multirun"} & set(args) else "hydra.run.dir"
+            raise UserError(f"{key} must be a folder that can be written: {reason}") from error
         unwritable = UnwritableError.of(reason, reason.filename or f"the folder of {key}")
         codes.append(_complain(unwritable, INTERNAL))
     if sweeps:
@@ -223,11 +221,23 @@ def _write_failure(error: Exception) -> OSError | None:
     return reason if isinstance(reason, OSError) and reason.errno is not None else None
 
 
-def _tell_of_job(error: UserError | UnwritableError, number: int, folder: Path) -> int:
+def _is_sweep(args: Sequence[str]) -> bool:
+    return bool({"-m", "--multirun"} & set(args))
+
+
+def _own_conf(args: Sequence[str]) -> Path | None:
+    """The folder of config files that `--config-dir` names."""
+    from hydra._internal.utils import get_args_parser
+
+    given = get_args_parser().parse_args(args).config_dir
+    return None if given is None else Path(given).resolve()
+
+
+def _tell_of_job(error: UserError | UnwritableError, folder: Path) -> int:
     """Leave the reason in the folder of a sweep's job, whose row then says it; the exit code of the job.
 
-    What cannot be is an answer, which sweeps are made for; a mistake is told at once, too, and so is what cannot be
-    written.
+    What cannot be is an answer, which `plan` and `sim` are asked for; a mistake is told at once, too, and so is what
+    cannot be written.
     """
     from paged.results import write_summary
 
@@ -239,7 +249,7 @@ def _tell_of_job(error: UserError | UnwritableError, number: int, folder: Path) 
             error = unwritable
     if isinstance(error, InfeasibleError):
         return OK
-    return _complain(f"job {number}: {error}", _code_of(error))
+    return _complain(f"{of_job()}{error}", _code_of(error))
 
 
 def _code_of(error: UserError | UnwritableError) -> int:
@@ -291,7 +301,7 @@ def _open_resumed_folder(args: list[str]) -> list[str]:
         return args
     if len(values) > 1:
         raise UserError("resume must be given once")
-    if {"-m", "--multirun"} & set(others):
+    if _is_sweep(others):
         raise UserError("resume must not be given in a sweep: resume one run's folder at a time")
     folder = Path(values[0]).expanduser()
     if not (folder / ".hydra" / "config.yaml").is_file():

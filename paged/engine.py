@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar, cast
 
 import torch
 from tqdm.auto import tqdm
@@ -39,10 +41,28 @@ from paged.streams import LenientStream
 __all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate"]
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _serving(method: Callable[Concatenate[Engine, _P], _T]) -> Callable[Concatenate[Engine, _P], _T]:
+    """A method that a closed engine does not have, for one thread at a time."""
+
+    @functools.wraps(method)
+    def call(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._one_thread():
+            if self._is_closed:
+                raise RuntimeError("the engine is closed")
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class Engine:
     """Continuous batching over a paged cache, on one device or cut over several ranks.
 
-    Most users call ``from_pretrained``; the parts can also be given, a mock executor for instance.
+    Most users call ``from_pretrained``; the parts can also be given, a mock executor for instance. One thread at a time
+    may use an engine, and nobody once it is closed: other calls are a ``RuntimeError``, and change nothing.
 
     With several ranks this process is rank 0. What a step brought is handed out once all ranks agree on it, which is
     with the next step: ``step`` returns it a call later than with one rank, and decides the same. If a rank is lost,
@@ -86,6 +106,8 @@ class Engine:
         self.numerics_id = numerics_id
         self.device_name = device_name
         self._seed = seed
+        self._is_closed = False
+        self._lock = threading.RLock()
         self._leader = leader
         self._samples = Samples(tokenizer, numerics_id)
         self._loop = Loop(executor, scheduler, self._samples, step_log=step_log, leader=leader)
@@ -101,7 +123,7 @@ class Engine:
         *,
         spec: ModelSpec | None = None,
         config: EngineConfig | None = None,
-        step_log: Path | None = None,
+        step_log: Path | str | None = None,
         launch: Launch | None = None,
         **fields: Any,
     ) -> Engine:
@@ -121,6 +143,13 @@ class Engine:
             TPError: a rank was lost while the engine was built.
         """
         started = time.perf_counter()
+        if not isinstance(model, str | Path):
+            raise ValueError(f"model must be tiny, a checkpoint folder or a Hub id, not {model!r}")
+        for name, value, kind in (("spec", spec, ModelSpec), ("config", config, EngineConfig)):
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
+        if step_log is not None and not isinstance(step_log, str | Path):
+            raise ValueError(f"step_log must be a file, not {step_log!r}")
         config = (config or EngineConfig()).replaced(**fields)
         need_weights = config.weights != "dummy"
         folder, spec = find_model(model, spec, need_weights=need_weights, max_seq_len=config.max_seq_len)
@@ -134,7 +163,7 @@ class Engine:
         if launch is not None and launch.size != config.tp:
             raise ValueError(f"tp must be {launch.size}, the number of processes started together, not {config.tp}")
         with ExitStack() as undoing:
-            log = undoing.enter_context(StepLog(step_log)) if step_log is not None else None
+            log = undoing.enter_context(StepLog(Path(step_log))) if step_log is not None else None
             if config.tp > 1:
                 parts, leader = build_with_ranks(blueprint, device, launch)
                 undoing.callback(leader.close)
@@ -175,6 +204,7 @@ class Engine:
         """Samples that wait for admission."""
         return self.scheduler.num_waiting
 
+    @_serving
     def add_request(
         self,
         prompt: Prompts,
@@ -212,7 +242,7 @@ class Engine:
         if self.tokenizer is None and (params.stop or stream_text):
             raise ValueError("stop needs text, and this checkpoint has no tokenizer")
         check_ids(params, self.scheduler.config.vocab_size)
-        if not isinstance(request_id, str | None):
+        if not isinstance(request_id, str | None) or request_id == "":
             raise ValueError(f"request_id must be a text, not {request_id!r}")
         number = None
         if request_id is None:
@@ -222,8 +252,8 @@ class Engine:
             raise ValueError(f"id {request_id!r} is in use by a request that has not finished, or not been delivered")
         shared = Prompt(token_ids)
         max_tokens = self.scheduler.config.max_tokens_for(len(shared), params.max_tokens)
-        wanted = range(params.n) if samples is None else list(samples)
-        if not wanted or not all(j in range(params.n) for j in wanted):
+        wanted = range(params.n) if samples is None else list(samples) if isinstance(samples, Iterable) else [samples]
+        if not wanted or not all(isinstance(j, int) and j in range(params.n) for j in wanted):
             raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {wanted}")
         if not is_output_len(output_len):
             raise ValueError(f"output_len must be a whole number, at least 1, or None, not {output_len!r}")
@@ -252,7 +282,7 @@ class Engine:
         Raises:
             TPError: another rank is lost, failed or disagrees, and that was not known before.
         """
-        with DeferredInterrupt():
+        with self._one_thread(), DeferredInterrupt():
             outputs = [self._samples.output(end) for end in self._loop.abort(request_id)]
             self._samples.drop_updates(request_id, {output.sample for output in outputs})
         return outputs
@@ -276,12 +306,14 @@ class Engine:
         Raises:
             TPError: as for ``step``.
         """
-        with DeferredInterrupt():
-            self._loop.agree()
-        return self._take_undelivered()
+        with self._one_thread():
+            with DeferredInterrupt():
+                self._loop.agree()
+            return self._take_undelivered()
 
     # The loop
 
+    @_serving
     def step(self) -> list[SampleUpdate]:
         """Plan, execute and commit: one step of the batch.
 
@@ -295,10 +327,12 @@ class Engine:
         """
         return self._next_updates(self._loop.advance)
 
+    @_serving
     def run_step(self) -> list[SampleUpdate]:
         """``step`` that ends requests with NaN logits as ``error`` and goes on with the others."""
         return self._next_updates(self._loop.advance_past_errors)
 
+    @_serving
     def generate(
         self,
         prompts: Prompts | Sequence[Prompts],
@@ -350,6 +384,7 @@ class Engine:
         outputs = [[finished[i][j] for j in sorted(finished[i])] for i in ids]
         return [RequestOutput(i, out[0].prompt_token_ids, out) for i, out in zip(ids, outputs, strict=True)]
 
+    @_serving
     def stream(self, prompt: Prompts, sampling_params: SamplingParams | None = None) -> Iterator[SampleUpdate]:
         """Generate for one prompt and yield updates as they come; closing the iterator aborts the request.
 
@@ -369,6 +404,7 @@ class Engine:
         finally:
             self._forget(request_id)
 
+    @_serving
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Path | str) -> int:
         """Replace the model's weights in place, all of them or none.
 
@@ -419,13 +455,24 @@ class Engine:
         return [own] if self._leader is None else [own, *self._leader.peak_bytes()]
 
     def close(self) -> None:
-        """Close the step log and end the other ranks. The engine must not be used afterwards.
+        """Close the step log and end the other ranks; what serves requests is then a ``RuntimeError``.
 
         May be called again, as after a Ctrl-C; from a copy of the process that made the engine it ends no ranks.
         """
+        self._is_closed = True
         self._loop.close()
 
     # Inside
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """Refuse, as a ``RuntimeError``, a call while another thread is in one."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("an engine is for one thread at a time, and another one is in a call of this engine's")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _next_updates(self, advance: Callable[[], None]) -> list[SampleUpdate]:
         """Updates that wait to be delivered, or else what one more step brings."""
@@ -435,6 +482,7 @@ class Engine:
             updates = self._take_undelivered()
         return updates
 
+    @_serving
     def _updates_of(self, request_ids: Collection[str]) -> list[SampleUpdate]:
         """Updates of some requests: those that wait to be delivered, or else what one more step brings."""
         undelivered = self._samples.undelivered

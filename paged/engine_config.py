@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from paged.core.checks import check_whole
+from paged.core.checks import check_whole, is_positive
 from paged.core.limits import SchedulerConfig
 from paged.core.memory import FP8, kv_token_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
-from paged.core.policy import Fifo, Policy, num_blocks_for
+from paged.core.policy import POLICIES, Fifo, Policy, num_blocks_for
 from paged.kernels.numerics import MODES, Numerics
 from paged.model.decoder import TORCH_DTYPES
 
@@ -31,7 +31,7 @@ class EngineConfig:
 
     Attributes:
         numerics: ``invariant`` (bits of a sequence depend on it alone) or ``fast`` (equal to rounding).
-        policy: admission and preemption.
+        policy: admission and preemption: a ``Policy``, or the name of one of ``POLICIES``, which becomes it.
         tp: ranks that the model is cut over, each on a card of its own or with its share of the CPU's cores.
         verify: with several ranks, compare plans and results in every step; what they disagree on is never handed out.
         tp_timeout_s: seconds after which a rank that does not answer ends the engine.
@@ -58,7 +58,7 @@ class EngineConfig:
     """
 
     numerics: str = "invariant"
-    policy: Policy = field(default_factory=Fifo)
+    policy: Policy | str = field(default_factory=Fifo)
     tp: int = 1
     verify: bool = True
     tp_timeout_s: float = 60.0
@@ -86,20 +86,30 @@ class EngineConfig:
         _check_choice("kv_dtype", self.kv_dtype, (None, *KV_DTYPES))
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("weights", self.weights, ("auto", "dummy"))
-        _check_choice("verify", self.verify, (True, False))
+        for name in ("verify", "prefix_reuse", "allow_long_context"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         check_whole("tp", self.tp, 1)
-        if not isinstance(self.tp_timeout_s, int | float) or not 0.1 <= self.tp_timeout_s <= MOST_TIMEOUT_S:
+        if not is_positive(self.tp_timeout_s) or not 0.1 <= self.tp_timeout_s <= MOST_TIMEOUT_S:
             raise ValueError(f"tp_timeout_s must be 0.1 to {MOST_TIMEOUT_S}, not {self.tp_timeout_s!r}")
         self.build_numerics()
+        if isinstance(self.policy, str) and self.policy in POLICIES:
+            object.__setattr__(self, "policy", POLICIES[self.policy]())
         if not isinstance(self.policy, Policy):
-            raise ValueError(f"policy must be a Policy, not {self.policy!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"policy must be a Policy or one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if not is_positive(self.gpu_memory_utilization) or self.gpu_memory_utilization > 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization!r}"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         self.resolved(torch.device("cpu")).limits(num_blocks=1 if self.num_blocks is None else self.num_blocks)
+
+    @property
+    def built_policy(self) -> Policy:
+        """``policy`` as what its name was turned into."""
+        assert isinstance(self.policy, Policy)
+        return self.policy
 
     def replaced(self, **fields: Any) -> EngineConfig:
         """This configuration with some fields changed; an unknown one is a ``ValueError`` that names it."""

@@ -163,7 +163,7 @@ def build_parts(
     limits: SchedulerConfig = config.limits(num_blocks=num_blocks, max_seq_len=limit, vocab_size=spec.vocab_size)
     return Parts(
         runner=runner,
-        scheduler=Scheduler(limits, config.policy),
+        scheduler=Scheduler(limits, config.built_policy),
         tokenizer=tokenizer,
         numerics_id=numerics.numerics_id(dtype=dtype, kv_dtype=kv_dtype, device=device, tp=group.size),
         memory=None if profile is None else _memory_summary(profile, shared, spec, dtype, kv_dtype, limit),

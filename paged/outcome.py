@@ -10,6 +10,26 @@ MISTAKE: Final = 2
 INTERRUPTED: Final = 130
 
 
+def in_sweep() -> bool:
+    """Whether the job that runs is one of a sweep."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def of_job() -> str:
+    """What a line on standard error begins with, so that it says which job of a sweep it is of; else nothing."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return f"job {HydraConfig.get().job.num}: " if in_sweep() else ""
+
+
+def folder_key() -> str:
+    """The key that the folder of the job that runs follows from."""
+    return "hydra.sweep.dir" if in_sweep() else "hydra.run.dir"
+
+
 class UserError(ValueError):
     """A mistake of the user's, in one line (a list of several is cut); the command ends with MISTAKE."""
 
@@ -17,8 +37,10 @@ class UserError(ValueError):
         first, *others = str(message).split("\n")
         if len(others) > 3:
             others = [*others[:3], f"and {len(others) - 3} more"]
-        super().__init__(" ".join(" ".join([first, *others]).split()))
+        # What a colon leads to is a list.
+        rest = "; ".join(map(str.strip, others)) if first.endswith(":") else " ".join(others)
+        super().__init__(" ".join(f"{first} {rest}".split()))
 
 
 class InfeasibleError(UserError):
-    """Values that are allowed one by one and impossible together; in a sweep they make a row that says why."""
+    """Values that are allowed one by one and impossible together; in a sweep of `plan` or `sim` they are an answer."""

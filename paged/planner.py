@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from paged.config.groups import GIVEN_SOURCE
@@ -24,7 +22,7 @@ from paged.core.memory import (
     padded_attention_bytes,
 )
 from paged.core.sharding import num_parameters_per_rank
-from paged.outcome import OK
+from paged.outcome import OK, in_sweep
 from paged.results import write_summary
 from paged.sim.latency import Roofline
 from paged.sim.shape import StepShape
@@ -49,7 +47,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     """
     summary = make_plan(plan_config(cfg, overrides))
     write_summary(folder / "summary.json", summary)
-    if not (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+    if not in_sweep():
         print(plan_text(summary))
         print(folder, flush=True)
     return OK

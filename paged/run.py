@@ -22,10 +22,9 @@ from yaml import YAMLError
 
 from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
-from paged.core.sharding import IndivisibleError
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job
 from paged.results import (
     FINISHED,
     ResultsFile,
@@ -80,7 +79,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     config = run_config(cfg)
     try:
         model = _local_model(config.model, base)
-        with _owned(folder):
+        with _owned(folder, "resume" if resumed else folder_key()):
             lines = _read_inputs(config, model, folder, resumed)
             return _Run(config, folder, lines, resumed).execute(model)
     except KeyboardInterrupt:
@@ -113,8 +112,11 @@ def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """Hold the folder against another process that would write the same results; a crash lets go of it."""
+def _owned(folder: Path, key: str) -> Iterator[None]:
+    """Hold the folder, given by `key`, against another process that would write the same results.
+
+    A crash lets go of it.
+    """
     path = folder / ".lock"
     with writing(path):
         lock = path.open("w")
@@ -122,7 +124,7 @@ def _owned(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UserError(f"resume must be a folder that no other process works on: {folder}") from error
+            raise UserError(f"{key} must be a folder that no other process works on: {folder}") from error
         yield
 
 
@@ -182,7 +184,7 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
     if not resumed:
         if (folder / "results.jsonl").exists():
             raise UserError(
-                f"hydra.run.dir must be a new folder (or resume=FOLDER be given): {folder} has results.jsonl"
+                f"{folder_key()} must be a new folder (or resume=FOLDER be given): {folder} has results.jsonl"
             )
         _copy_inputs(config, model, copy)
     source = workload.path if isinstance(workload, PromptsWorkload) and not resumed else copy
@@ -283,9 +285,10 @@ class _Run:
         finally:
             gc.unfreeze()
             engine.close()
-        if self.resumed and not num_samples and (earlier := read_summary(self.folder / "summary.json")):
-            summary = earlier
-        else:
+        earlier = read_summary(self.folder / "summary.json") if self.resumed and not num_samples else None
+        summary = earlier or summary
+        summary["reason"] = "; ".join(self._shortfalls(summary)) or None
+        if not earlier:
             write_summary(self.folder / "summary.json", summary)
         return self._report(summary)
 
@@ -315,8 +318,6 @@ class _Run:
             )
         except UnwritableError:
             raise
-        except IndivisibleError as error:
-            raise InfeasibleError(with_key(error)) from error
         except (ValueError, OSError) as error:
             raise UserError(with_key(error)) from error
 
@@ -426,21 +427,23 @@ class _Run:
                     results.write(row)
                     self.tally.add(row)
 
+    def _shortfalls(self, summary: dict[str, Any]) -> Iterator[str]:
+        """What was not sampled as asked for, a sentence each."""
+        if self.refusals:
+            noun = "lines" if isinstance(self.config.workload, PromptsWorkload) else "prompts"
+            yield f"{len(self.refusals)} of {len(self.lines)} {noun} were refused, the first is {self.refusals[0]}"
+        if errors := summary["finish_reasons"].get("error", 0):
+            yield f"{errors} samples ended as error, because their logits were NaN"
+
     def _report(self, summary: dict[str, Any]) -> int:
         print(summary_table(summary))
         print(self.folder, flush=True)
-        if self.refusals:
-            first = self.refusals[0]
-            noun = "lines" if isinstance(self.config.workload, PromptsWorkload) else "prompts"
-            say = f"{len(self.refusals)} of {len(self.lines)} {noun} were refused, the first is {first}"
-            print(f"paged: {say}", file=sys.stderr)
-        errors = summary["finish_reasons"].get("error", 0)
-        if errors:
-            print(f"paged: {errors} samples ended as error, because their logits were NaN", file=sys.stderr)
+        for sentence in self._shortfalls(summary):
+            print(f"paged: {of_job()}{sentence}", file=sys.stderr)
         if summary["interrupted"]:
             _say_how_to_resume(self.folder, "interrupted")
             return INTERRUPTED
-        if errors:
+        if summary["finish_reasons"].get("error", 0):
             return INTERNAL
         return MISTAKE if self.refusals else OK
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -25,7 +24,7 @@ from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, pr
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, in_sweep, of_job
 from paged.results import versions, write_summary
 from paged.run_facts import RunFacts, differences
 from paged.sim.calibration import Calibrated
@@ -75,20 +74,19 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         UserError: if nothing could be simulated for a mistake in the config or the inputs.
         UnwritableError: if the folder cannot be written.
     """
-    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     if (folder / "summary.json").exists():
-        raise UserError(f"hydra.run.dir must be a new folder: {folder} has a summary.json")
+        raise UserError(f"{folder_key()} must be a new folder: {folder} has a summary.json")
     try:
         config = sim_config(with_given_sources(cfg, overrides))
         if config.replay is not None:
-            if in_sweep:
+            if in_sweep():
                 raise UserError(_NO_REPLAY_IN_SWEEP)
             return _replay(config, config.replay, folder, _given(overrides), _changed(cfg))
-        return _simulate(config, folder, in_sweep)
+        return _simulate(config, folder)
     except _StuckError as error:
         # Raised here, it would end a sweep whose other points are fine.
         write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
-        print(f"paged: {error}", file=sys.stderr)
+        print(f"paged: {of_job()}{error}", file=sys.stderr)
         return INTERNAL
 
 
@@ -150,7 +148,7 @@ class _Outcome:
             self.reason = f"{count}, the first is {refused[0].key[0]}: {refused[0].reason}"
 
 
-def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
+def _simulate(config: SimConfig, folder: Path) -> int:
     setting = config.setting()
     outcome = _run(config, setting, folder)
     summary = combine(outcome.summaries) | _facts(config, setting, len(outcome.summaries))
@@ -158,7 +156,7 @@ def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
     write_summary(folder / "summary.json", summary)
     with writing(folder):
         _write_tables(config, outcome, summary, folder)
-    if not in_sweep:
+    if not in_sweep():
         print(_table(config, summary))
         print(folder, flush=True)
     if outcome.interrupted:
@@ -166,7 +164,7 @@ def _simulate(config: SimConfig, folder: Path, in_sweep: bool) -> int:
         return INTERRUPTED
     if outcome.reason is None:
         return OK
-    if in_sweep:
+    if in_sweep():
         logger.warning("%s", outcome.reason)
         return OK
     print(f"paged: {outcome.reason}", file=sys.stderr)

@@ -264,6 +264,19 @@ def essences(outputs: Mapping[Key, CompletionOutput]) -> dict[Key, tuple[Any, ..
     return {key: essence(output) for key, output in outputs.items()}
 
 
+def serving_calls(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Callable[[], Any]]:
+    """A call of each method with which an engine serves requests."""
+    return [
+        lambda: engine.generate(prompt, params, use_tqdm=False),
+        lambda: engine.generate([], params, use_tqdm=False),
+        lambda: engine.stream(prompt, params),
+        lambda: engine.add_request(prompt, params),
+        engine.step,
+        engine.run_step,
+        lambda: engine.load_weights({}),
+    ]
+
+
 def only(outputs: Mapping[Key, CompletionOutput]) -> CompletionOutput:
     """The one output that there is."""
     (output,) = outputs.values()

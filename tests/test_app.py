@@ -222,6 +222,18 @@ def test_a_mistake_in_one_point_leaves_the_others_of_a_sweep(cli: Cli) -> None:
     assert len(rows_of(folder_of(out) / "1")) == 4
 
 
+def test_refusals_in_one_point_of_a_sweep_name_its_job_and_stand_in_its_row(cli: Cli) -> None:
+    code, out, err = cli("-m", "num_blocks=1,40", *SMALL)
+    assert code == 2
+    sentence = "2 of 2 prompts were refused, the first is arithmetic-0: "
+    assert f"paged: job 0: {sentence}" in err
+    header, *points = out.splitlines()[-5:-2]
+    assert header.endswith("note")
+    assert [(point.split()[0], sentence in point) for point in points] == [("1", False), ("0", True)]
+    assert summary_of(folder_of(out) / "0")["reason"].startswith(sentence)
+    assert summary_of(folder_of(out) / "1")["reason"] is None
+
+
 def test_a_results_file_is_never_written_over(cli: Cli) -> None:
     folder = folder_of(cli(*SMALL)[1])
     code, _, err = cli(*SMALL, f"hydra.run.dir={folder}")
@@ -318,7 +330,9 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         (["-m", "--cfg", "job"], "only one of --run, --multirun"),
         (["--config-name", "absent"], "Cannot find primary config 'absent'"),
         (["policy=null"], "Config group override must be a string"),
-        (["sampling=[1]"], "Error merging override sampling=[1]: Cannot merge"),
+        (["sampling=[1]"], "sampling must hold keys and values, not [1]"),
+        (["sampling.stop={a: 1}"], "sampling.stop must be a text or a list of texts, not {a: 1}"),
+        (["workload=[1]"], "a group must be given the name of one of its options"),
         (["block_size=${foo}"], "block_size: Interpolation key 'foo' not found"),
         (["block_size=abc"], "block_size must be a whole number, not 'abc'"),
         (["block_size=0"], "block_size must be a whole number, at least 1, not 0"),
@@ -348,10 +362,12 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         ),
         (["workload=prompts", "workload.path=."], "workload.path must be a file of prompts: '.' cannot be read"),
         (["hydra.run.dir=empty.jsonl/run"], "hydra.run.dir must be a folder that can be written"),
+        (["-m", "hydra.sweep.dir=empty.jsonl/s"], "hydra.sweep.dir must be a folder that can be written"),
+        (["seed=" + "1" * 5000], "the config must hold whole numbers of at most 4300 digits"),
         (["resume=absent"], "resume must be the folder of a run, and 'absent' holds no .hydra/config.yaml"),
         (["resume=a", "resume=b"], "resume must be given once"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_line_and_exit_code_2(cli: Cli, overrides: list[str], sentence: str) -> None:
     Path("empty.jsonl").write_text("\n")
@@ -360,6 +376,55 @@ def test_a_mistake_is_one_line_and_exit_code_2(cli: Cli, overrides: list[str], s
     assert out == ""
     assert err.startswith(f"paged: {sentence}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            "# @package _global_\nblock_size: [1, 2\nseed: 3\n",
+            "FILE, line 3: not valid YAML: expected ',' or ']', but got",
+        ),
+        ("# @package _global_\nseed: 1\nseed: 2\n", "FILE, line 3: not valid YAML: found duplicate key seed"),
+        (
+            "# @package _global_\nseed: \x01\n",
+            "FILE: not valid YAML: special characters are not allowed (character 27)",
+        ),
+        (b"# @package _global_\nseed: \xff\n", "FILE: not UTF-8 text (byte 27)"),
+        ("# @package _global_\n- seed: 3\n", "FILE must hold keys and values, not a list"),
+        ("# @package _global_\nsampling: [1]\n", "FILE has a list where keys and values are wanted, or the other way"),
+        ("seed: 3\n", "FILE must begin with the line `# @package _global_`, without which it changes nothing"),
+        ("", "FILE must begin with the line `# @package _global_`"),
+        (
+            "# @package _global_\npolicy: reserve\n",
+            "policy must hold keys and values, not 'reserve'; a file chooses an option by `override /policy: reserve`",
+        ),
+        (
+            "# @package _global_\ndefaults:\n  - policy: fifo\n",
+            "there is no group experiment/policy; a file's defaults choose another group's option with `overr",
+        ),
+    ],
+    ids=range(10),
+)
+def test_a_mistake_in_a_file_of_the_users_own_is_one_line_that_names_it(
+    cli: Cli, tmp_path: Path, content: str | bytes, sentence: str
+) -> None:
+    path = tmp_path / "own" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    code, out, err = cli("--config-dir", "own", "experiment=mine")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"paged: {sentence.replace('FILE', str(path))}")
+    assert err.count("\n") == 1
+
+
+def test_a_file_of_the_users_own_is_an_experiment(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "own" / "experiment" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\nblock_size: 8\n")
+    code, out, _ = cli("--config-dir", "own", "experiment=mine", "--cfg", "job")
+    assert code == 0
+    assert "block_size: 8" in out
 
 
 def test_a_mistake_through_the_real_process_leaves_no_traceback(tmp_path: Path) -> None:
@@ -696,6 +761,11 @@ def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         code, out, err = cli(f"resume={folder}", model=False)
         assert (code, out, err.count("\n")) == (2, "", 1)
+        told = f"must be a folder that no other process works on: {folder}\n"
+        kept = "hydra.output_subdir=null"
+        assert cli(f"hydra.run.dir={folder}", kept, model=False) == (2, "", f"paged: hydra.run.dir {told}")
+        code, _, err = cli("-m", "hydra.sweep.subdir=.", f"hydra.sweep.dir={folder}", kept, model=False)
+        assert (code, err.splitlines()[-1]) == (2, f"paged: job 0: hydra.sweep.dir {told}"[:-1])
     assert cli(f"resume={folder}", model=False)[0] == 0
 
 
@@ -754,6 +824,18 @@ def test_a_named_model_that_is_absent_says_how_to_get_it(
     code, _, err = cli("model=olmoe", "model.path=nowhere/at/all", "weights=dummy", model=False)
     assert code == 2
     assert "model.path nowhere/at/all does not exist" in err
+
+
+def test_what_a_checkpoint_violates_is_a_list_in_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, folder / "model.safetensors")
+    code, _, err = cli(f"model.path={folder}", model=False)
+    assert (code, err.count("\n")) == (2, 1)
+    assert re.search(r"can't be loaded, \d+ violations: (tensor [\w.]+ is missing; ){3,4}and \d+ more$", err)
 
 
 def test_a_checkpoint_must_be_the_model_that_is_named(cli: Cli, checkpoint: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from paged.config.convert import conf_folder, known_keys
+from paged.config.groups import POLICIES as SCHEMAS
 from paged.config.groups import EngineSchema, SamplingSchema
 from paged.config.run import RunConfig
-from paged.core.policy import Fifo, Forecast, Reserve, Watermark
+from paged.core.policy import POLICIES, Fifo, Forecast, Reserve, Watermark
 from paged.core.request import SamplingParams
 from paged.outcome import UserError
 
@@ -57,6 +58,13 @@ def test_every_root_composes_with_every_option(root: str, option: str, tmp_path:
     (tmp_path / "config.json").write_text(TINY.read_text(encoding="utf-8"), encoding="utf-8")
     given = [f"model.path={tmp_path}"] if root != "run" and option == "model=local" else GIVEN.get(option, [])
     assert converted(root, option, *given) is not None
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_the_readme_tells_every_option(root: str) -> None:
+    readme = (CONF.parent / "README.md").read_text(encoding="utf-8")
+    options = [option for option in options_of(root) if not option.startswith("experiment=")]
+    assert [option for option in options if f"`{option.partition('=')[2]}`" not in readme] == []
 
 
 def test_there_is_something_to_compose() -> None:
@@ -130,6 +138,10 @@ def test_choices_arrive_as_typed_objects() -> None:
         ("num_blocks=x", "num_blocks must be a whole number or null, not 'x'"),
         ("gpu_memory_utilization=most", "gpu_memory_utilization must be a number, not 'most'"),
         ("prefix_reuse=perhaps", "prefix_reuse must be true or false, not 'perhaps'"),
+        ("prefix_reuse=1", "prefix_reuse must be true or false, not 1"),
+        ("allow_long_context=3", "allow_long_context must be true or false, not 3"),
+        ("sampling.ignore_eos=0.5", "sampling.ignore_eos must be true or false, not 0.5"),
+        ("verify='on'", "verify must be true or false, not 'on'"),
         ("device=gpu", "device must be one of auto, cpu, cuda, not 'gpu'"),
         ("weights=none", "weights must be one of auto, dummy, not 'none'"),
         ("sampling.stop=null", "sampling.stop must be a text or a list of texts, not null"),
@@ -206,6 +218,10 @@ def test_a_mistake_in_a_models_sizes_gets_one_sentence(override: str, sentence: 
         composed("model=olmoe", override)
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
+
+
+def test_the_library_knows_policies_by_the_configs_names() -> None:
+    assert {name: type(composed(f"policy={name}").engine["policy"]) for name in SCHEMAS} == dict(POLICIES)
 
 
 def test_a_policys_own_range_is_checked() -> None:

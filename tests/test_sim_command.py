@@ -427,7 +427,22 @@ def test_a_pool_without_a_block_is_one_sentence(cli: Cli) -> None:
     code, out, err = cli(*SMALL, "num_blocks=null", "tp=1", "gpu_memory_utilization=0.5")
     assert (code, out) == (2, "")
     assert err.startswith("paged: no block of the cache fits: weights, activations and context take 16.26 of the 11.03")
-    assert "tp=2 would do" in err
+    assert err.endswith("tp=2 or cards of 32.52 GiB would do\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["memory.activation_gib=1000"], "memory.activation_gib=15.53 or cards of 1115.91 GiB would do"),
+        (["hardware.memory_gib.value=0.1"], "of the 0.09 GiB that a card may hold; cards of 5.36 GiB would do"),
+        (["hardware=cpu", "tp=1", "hardware.pool_gib.value=1e-7"], "hardware.pool_gib.value is 1e-07 GiB, and a block"),
+    ],
+)
+def test_what_would_do_is_not_denied(cli: Cli, overrides: list[str], sentence: str) -> None:
+    """`no single change would do`, it said of a single number that was given too large."""
+    code, out, err = cli(*overrides)
+    assert (code, out) == (2, "")
+    assert sentence in err
 
 
 def test_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,6 +496,8 @@ def test_refusals_in_a_sweep_are_rows_that_say_why(cli: Cli) -> None:
     ("overrides", "sentence"),
     [
         (["optimize=speed"], "optimize must be one of makespan_s, elapsed_s, tokens_per_s_end_to_end"),
+        (["plots=3"], "plots must be true or false, not 3"),
+        (["hardware.memory_gib.assumed=1"], "hardware.memory_gib.assumed must be true or false, not 1"),
         (["seeds=0"], "seeds must be a whole number, 1 to 1000, not 0"),
         (["num_blocks=0"], "num_blocks must be a whole number, at least 1, not 0"),
         (["tp=3"], "tp must divide num_attention_heads 32"),
@@ -488,6 +505,10 @@ def test_refusals_in_a_sweep_are_rows_that_say_why(cli: Cli) -> None:
         (["sampling.n=8"], "sim takes no sampling.*; use workload.num_samples"),
         (["num_prompts=500"], "num_prompts is not a key of this config; did you mean workload.num_prompts?"),
         (["workload.n=8"], "workload.n is not a key of this config; did you mean workload.num_samples?"),
+        (
+            ["workload.output=[1,2]"],
+            "workload.output must be a length, a text such as lognormal:1200:0.9, or keys with dist, not [1,2]",
+        ),
         (["depht=2"], "depht is not a key of this config; did you mean depth?"),
         (["workload=arithmetic"], "workload must be one that knows its lengths"),
         (

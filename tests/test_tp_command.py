@@ -107,13 +107,16 @@ def test_an_environment_that_cannot_be_is_one_sentence(
     assert capsys.readouterr().err == f"paged: {said}\n"
 
 
-def test_a_sweep_over_numbers_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that the model can't be cut over is an answer, in the row of its job."""
+def test_a_sweep_over_numbers_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A number that the model can't be cut over is a mistake as any other: told in a line and in the row of its job."""
     monkeypatch.chdir(tmp_path)
     model = save_model(tmp_path / "model")
     lengths = ("workload=random", "workload.num_prompts=2", "workload.input_len=5", "workload.output_len=4")
     where = (f"model.path={model}", f"hydra.sweep.dir={tmp_path / 'sweep'}", "device=cpu", *lengths)
-    assert main(["run", "-m", "tp=1,2,3", *where]) == 0
+    assert main(["run", "-m", "tp=1,2,3", *where]) == 2
+    assert "paged: job 2: tp must divide num_attention_heads 8, and divide" in capsys.readouterr().err
     summaries = [summary_of(tmp_path / "sweep" / point) for point in "012"]
     assert [summary.get("tp") for summary in summaries] == [1, 2, None]
     assert summaries[2]["reason"].startswith("tp must divide num_attention_heads 8, and divide")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
+import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,8 +14,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Final
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+from yaml import MarkedYAMLError, YAMLError
+from yaml.reader import ReaderError
 
 from paged.outcome import UserError
 
@@ -47,6 +51,9 @@ class Root:
             raise UserError(f"{error.full_key}: {_first_line(error)}") from error
         assert isinstance(container, dict)
         values = {str(key): value for key, value in container.items()}
+        if "experiment" in values:
+            line = "the line `# @package _global_`, without which it changes nothing"
+            raise UserError(f"{_experiment()} must begin with {line}")
         groups: dict[str, Any] = {}
         for key, schema in self.groups.items():
             if isinstance(schema, Mapping):
@@ -110,19 +117,34 @@ def _root(command: str) -> Root:
     return root
 
 
-def hydra_sentence(error: Exception, command: str) -> str:
+def hydra_sentence(error: Exception, command: str, own_conf: Path | None = None) -> str:
     """One sentence for an error of Hydra's or OmegaConf's, which name their own remedies over several lines.
 
-    `command` is the command word, whose keys a misspelt one is compared with.
+    Args:
+        error: while the config was composed.
+        command: the command word, whose keys a misspelt one is compared with.
+        own_conf: the user's own folder of config files, if one was given.
     """
     from hydra.errors import MissingConfigException, OverrideParseException
 
     message = str(error) or str(error.__cause__)
+    if isinstance(error, YAMLError | UnicodeDecodeError):
+        return _unreadable(error, own_conf)
+    if message.startswith("Exceeds the limit"):
+        # Python's words, on the way from digits to a number.
+        return f"the config must hold whole numbers of at most {sys.get_int_max_str_digits()} digits"
+    if isinstance(error, TypeError):
+        # Hydra takes the items of a list that is given to a group for names.
+        return f"a group must be given the name of one of its options: {_first_line(message)}"
     if isinstance(error, OverrideParseException):
         return f"cannot read the override {error.override!r}: it must be KEY=VALUE or GROUP=OPTION"
     if isinstance(error, MissingConfigException):
         if error.options is not None and error.missing_cfg_file is not None:
             group, _, option = error.missing_cfg_file.rpartition("/")
+            if not error.options:
+                inside = group.rpartition("/")[2]
+                hint = f"; a file's defaults choose another group's option with `override /{inside}: {option}`"
+                return f"there is no group {group}{hint if inside in groups_of(command) else ''}"
             return f"{group} must be one of {', '.join(error.options)}, not {option!r}"
         return _first_line(message)
     first = _first_line(message)
@@ -154,8 +176,78 @@ def hydra_sentence(error: Exception, command: str) -> str:
         override = first.split("'")[1]
         return f"{override!r} gives several values: add -m for a sweep, or write a list as KEY=[A,B]"
     if first.startswith("Error merging override") and error.__cause__ is not None:
-        return f"{first}: {_first_line(error.__cause__)}"
+        override = first.removeprefix("Error merging override ")
+        key, _, value = override.lstrip("+").partition("=")
+        wanted = _wanted(command, key)
+        return f"{key} must {wanted}, not {value}" if wanted else f"{first}: {_first_line(error.__cause__)}"
+    if in_file := re.match(r"In '(.+)': \w+ raised while composing config:\n(.*)", message):
+        return _unfit(in_file[1], in_file[2], own_conf)
     return first
+
+
+def _experiment() -> str:
+    """The file of the experiment that is chosen, as far as it is known."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return "an experiment's file"
+    runtime = HydraConfig.get().runtime
+    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    return _file_of(f"experiment/{runtime.choices['experiment']}", folders)
+
+
+def _file_of(name: str, folders: Iterable[Path]) -> str:
+    """The file of a config in the first of `folders` that has it; else its name."""
+    files = (folder / f"{name}.yaml" for folder in folders)
+    return next((str(file) for file in files if file.is_file()), name)
+
+
+def _unreadable(error: YAMLError | UnicodeDecodeError, own_conf: Path | None) -> str:
+    """A sentence for a config file that is no YAML, with its place."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}, line {mark.line + 1}: not valid YAML: {error.problem}"
+    if isinstance(error, ReaderError):
+        return f"{error.name}: not valid YAML: {error.reason} (character {error.position + 1})"
+    if isinstance(error, UnicodeDecodeError):
+        # The error names no file.
+        files = [] if own_conf is None else sorted(own_conf.rglob("*.yaml"))
+        broken = next((str(file) for file in files if error.object in file.read_bytes()), "a config file")
+        return f"{broken}: not UTF-8 text (byte {error.start + 1})"
+    return _first_line(error)
+
+
+def _unfit(name: str, reason: str, own_conf: Path | None) -> str:
+    """A sentence for a config file whose values cannot take the place of what is there."""
+    file = _file_of(name, [conf_folder()] if own_conf is None else [own_conf, conf_folder()])
+    if reason != "Cannot merge DictConfig with ListConfig":
+        return f"{file}: {reason}"
+    if Path(file).is_file() and isinstance(OmegaConf.load(file), ListConfig):
+        return f"{file} must hold keys and values, not a list"
+    return f"{file} has a list where keys and values are wanted, or the other way round"
+
+
+def _wanted(command: str, key: str) -> str | None:
+    """What the value of a dotted key must be or hold, in words; None for a key that the command has not."""
+    root, (head, *rest) = _root(command), key.split(".")
+    schemas = root.groups.get(head)
+    if schemas is None:
+        return _wanted_in(root.scalars, [head, *rest])
+    choices = schemas.values() if isinstance(schemas, Mapping) else [schemas]
+    return next(filter(None, (_wanted_in(schema, rest) for schema in choices)), None)
+
+
+def _wanted_in(schema: type, path: list[str]) -> str | None:
+    if not path:
+        return "hold keys and values"
+    found = {field.name: field for field in fields(schema)}.get(path[0])
+    if found is None:
+        return None
+    hint = typing.get_type_hints(schema)[found.name]
+    inner = _inner(hint)
+    if inner is not None:
+        return _wanted_in(inner, path[1:])
+    return None if path[1:] else f"be {found.metadata.get(GIVEN) or _allowed(hint)}"
 
 
 def _not_taken(key: str, command: str) -> str:
@@ -188,6 +280,9 @@ def _choose(schemas: Mapping[str, type], values: Mapping[str, Any], key: str) ->
     """The schema object of a group whose entries differ, chosen by the entry's `name`."""
     group = values.get(key)
     name = group.get("name") if isinstance(group, dict) else group
+    if isinstance(group, str) and group in schemas:
+        how = f"a file chooses an option by `override /{key}: {group}` in its defaults"
+        raise UserError(f"{key} must hold keys and values, not {group!r}; {how}")
     if not isinstance(group, dict) or not isinstance(name, str) or name not in schemas:
         raise UserError(f"{key} must be one of {', '.join(schemas)}, not {_shown(name)}")
     return _convert(schemas[name], group, f"{key}.")
@@ -211,6 +306,9 @@ def _convert(schema: type, values: Mapping[str, Any], prefix: str, others: tuple
             target[key] = _convert(inner, _group(values, key, prefix), f"{prefix}{key}.")
         elif value != MISSING:
             try:
+                if hints[key] is bool and not isinstance(value, bool):
+                    # OmegaConf would take any number, and words such as `on`.
+                    raise ValidationError
                 target[key] = _listed(value, hints[key])
             except OmegaConfBaseException as error:
                 raise UserError(f"{prefix}{key} must be {_allowed(hints[key])}, not {_shown(value)}") from error

@@ -249,8 +249,13 @@ def _measured(calibration: Calibration) -> str:
 
 def _why_no_pool(deployment: Deployment) -> str:
     pool = deployment.pool()
+    if deployment.hardware.pool_gib is not None:
+        least_gib = pool.block_size * pool.kv_bytes_per_token / GIB
+        given = f"hardware.pool_gib.value is {deployment.hardware.pool_gib.value:g} GiB"
+        return f"no block of the cache fits: {given}, and a block takes {least_gib:.2g}"
     used = (pool.weights_bytes + pool.activation_bytes + pool.context_bytes) / GIB
     allowed = deployment.utilization * pool.device_bytes / GIB
-    changes = " or ".join(remedy.override for remedy in deployment.remedies(deployment.block_size))
+    changes = [remedy.override for remedy in deployment.remedies(deployment.block_size)]
+    changes.append(f"cards of {deployment.memory_gib_for(deployment.block_size)} GiB")
     why = f"weights, activations and context take {used:.2f} of the {allowed:.2f} GiB that a card may hold"
-    return f"no block of the cache fits: {why}; {f'{changes} would do' if changes else 'no single change would do'}"
+    return f"no block of the cache fits: {why}; {' or '.join(changes)} would do"

@@ -28,6 +28,8 @@ from paged.workload.synthetic import (
 )
 from paged.workload.trace import TraceWorkload
 
+_STREAM_PROMPTS: Final = 512
+"""Requests of a stream whose end is not given."""
 _LENGTHS: Final = {GIVEN: "a length, a text such as lognormal:1200:0.9, or keys with dist", INNER: KEYS}
 
 
@@ -264,9 +266,11 @@ def check_sampling(workload: Workload, sampling: SamplingParams) -> None:
 
 def _stream(schema: PoissonSchema, cv: float | None) -> StreamWorkload:
     _check_rate(schema.rate)
-    if (schema.num_prompts is None) == (schema.duration_s is None):
-        given = "neither" if schema.num_prompts is None else "both"
-        raise ValueError(f"exactly one of workload.num_prompts and workload.duration_s must be given, not {given}")
+    num_prompts = schema.num_prompts
+    if num_prompts is not None and schema.duration_s is not None:
+        raise ValueError("one of workload.num_prompts and workload.duration_s must be given, not both")
+    if num_prompts is None and schema.duration_s is None:
+        num_prompts = _STREAM_PROMPTS
     _check_counts(schema, "num_prompts")
     _check_counts(schema, "cap", high=MAX_LENGTH)
     if schema.duration_s is not None:
@@ -282,7 +286,7 @@ def _stream(schema: PoissonSchema, cv: float | None) -> StreamWorkload:
         name=schema.name,
         rate=schema.rate,
         cv=cv,
-        num_prompts=schema.num_prompts,
+        num_prompts=num_prompts,
         duration_s=schema.duration_s,
         prompt=lengths_from(schema.prompt, "workload.prompt", outputs=False),
         output=lengths_from(schema.output, "workload.output", outputs=True),

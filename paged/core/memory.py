@@ -204,7 +204,8 @@ class Deployment:
     def remedies(self, length: int) -> list[Remedy]:
         """Single changes with which a sequence of ``length`` tokens fits; each is the least of its kind that does."""
         found = []
-        for changes in (self._higher_utilizations(), self._other_kv_dtypes(), self._higher_tps()):
+        allowances = self._smaller_allowances(length)
+        for changes in (self._higher_utilizations(), self._other_kv_dtypes(), *allowances, self._higher_tps()):
             for override, deployment in changes:
                 pool = deployment.pool()
                 if pool.num_seqs(length):
@@ -219,6 +220,19 @@ class Deployment:
     def _other_kv_dtypes(self) -> Iterator[tuple[str, Deployment]]:
         if self.kv_dtype not in FP8:
             yield "kv_dtype=fp8", replace(self, kv_dtype="fp8")
+
+    def _smaller_allowances(self, length: int) -> Iterator[Iterator[tuple[str, Deployment]]]:
+        """Of what is given for other things than the cache, and more than without being given."""
+        pool = self.pool()
+        missing = num_blocks_for(max(1, length - 1), self.block_size) * self.block_size * pool.kv_bytes_per_token
+        missing -= pool.kv_budget_bytes
+        for name, least in (("activation_gib", ACTIVATION_GIB), ("context_gib", CONTEXT_GIB)):
+            # In hundredths, down.
+            gib = math.floor(100 * (getattr(self, name) - (missing + 1) / GIB)) / 100
+            if gib >= least:
+                yield iter([(f"memory.{name}={gib}", replace(self, **{name: gib}))])
+        if self.weights_gib is not None:
+            yield iter([("memory.weights_gib=null", replace(self, weights_gib=None))])
 
     def _higher_tps(self) -> Iterator[tuple[str, Deployment]]:
         for tp in range(self.tp + 1, _MAX_TP + 1):

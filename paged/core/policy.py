@@ -201,6 +201,15 @@ class Forecast(Policy):
         return math.ceil(margin)
 
 
+POLICIES: Final[Mapping[str, type[Policy]]] = {
+    "fifo": Fifo,
+    "watermark": Watermark,
+    "reserve": Reserve,
+    "forecast": Forecast,
+}
+"""The policies by the names that a config has for them."""
+
+
 class _Group(NamedTuple):
     """Running sequences that have come about as far, and may come about as far.
 

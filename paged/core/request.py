@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
@@ -144,6 +145,25 @@ class Request:
     def key(self) -> tuple[str, int]:
         """What tells this sample from all other live ones."""
         return (self.id, self.sample)
+
+
+def check_messages(messages: Any) -> None:
+    """Refuse, as a ``ValueError``, what is no conversation: a list of objects with the role and the content of each.
+
+    Content is a text or a list of parts, which are objects; beside ``tool_calls`` it may be None.
+    """
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, not {reprlib.repr(messages)}")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(
+                f"every one of messages must be an object with role and content, not {reprlib.repr(message)}"
+            )
+        content = message["content"]
+        is_parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
+        is_absent = content is None and bool(message.get("tool_calls"))
+        if not isinstance(content, str) and not is_parts and not is_absent:
+            raise ValueError(f"content in messages must be a text or a list of objects, not {reprlib.repr(content)}")
 
 
 def stable_hash(*parts: str | int) -> int:

@@ -29,16 +29,12 @@ class Part:
         return (*[slice(None)] * self.dim, slice(self.start, self.stop))
 
 
-class IndivisibleError(ValueError):
-    """A model can't be cut as was asked for."""
-
-
 def check_tp(spec: ModelSpec, tp: int) -> None:
     """Refuse a number of ranks that the model can't be cut over.
 
     Raises:
-        IndivisibleError: one sentence that names every divisibility that is violated, by its name in ``config.json``.
-        ValueError: it is no number of ranks at all.
+        ValueError: it is no number of ranks at all; or one sentence that names every divisibility that is violated, by
+            its name in ``config.json``.
     """
     check_whole("tp", tp, 1)
     violated = []
@@ -50,14 +46,14 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
         experts = " (of each expert)" if spec.num_experts else ""
         violated.append(f"divide intermediate_size {spec.intermediate_size}{experts}")
     if violated:
-        raise IndivisibleError(f"tp must {', and '.join(violated)}, not {tp}")
+        raise ValueError(f"tp must {', and '.join(violated)}, not {tp}")
 
 
 def check_k_segments(spec: ModelSpec, tp: int, k_segments: int) -> None:
     """Refuse segments of the inner products that the model or its ranks can't be cut into; 1 is always possible.
 
     Raises:
-        IndivisibleError: one sentence that names everything that is violated.
+        ValueError: one sentence that names everything that is violated.
     """
     if k_segments == 1:
         return
@@ -67,7 +63,7 @@ def check_k_segments(spec: ModelSpec, tp: int, k_segments: int) -> None:
         sizes["num_key_value_heads * head_dim"] = spec.kv_size
     violated += [f"divide {name} {size}" for name, size in sizes.items() if size % k_segments]
     if violated:
-        raise IndivisibleError(f"k_segments must {', and '.join(violated)}, not {k_segments}")
+        raise ValueError(f"k_segments must {', and '.join(violated)}, not {k_segments}")
 
 
 def local_spec(spec: ModelSpec, tp: int) -> ModelSpec:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 from paged.core.config_json import read_json
-from paged.core.request import PROMPT_FORMS
+from paged.core.request import PROMPT_FORMS, check_messages
 
 
 class Tokenizer:
@@ -58,12 +58,11 @@ class Tokenizer:
         """Prompt text for a conversation, as the checkpoint's own template writes it.
 
         Raises:
-            ValueError: there is no template, ``messages`` is not a list of role and content, or the template refuses.
+            ValueError: there is no template, ``messages`` are none (see ``check_messages``), or the template refuses.
         """
         if self._template_text is None:
             raise ValueError(f"messages needs a chat template, and {self._folder} has none")
-        if not messages or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
-            raise ValueError("messages must be a list of objects with role and content")
+        check_messages(messages)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _refuse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise ValueError("not valid JSON: nested too deeply") from error
+    except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):
+            # Python's words, on the way from digits to a number.
+            most = sys.get_int_max_str_digits()
+            raise ValueError(f"must hold whole numbers of at most {most} digits") from error
+        raise
     if not isinstance(values, dict):
         raise ValueError("must be a JSON object")
     return values

@@ -236,7 +236,7 @@ def _from_text(text: str, key: str) -> dict[str, Any]:
 
 def _number(text: str, key: str) -> int | float:
     try:
-        return int(text) if text.isdecimal() else float(text)
+        return int(text) if text.removeprefix("-").isdecimal() else float(text)
     except ValueError:
         raise ValueError(f"{key} must have numbers between its colons, not {text!r}") from None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paged.core.prompt import Prompt
-from paged.core.request import PROMPT_FORMS, SamplingParams
+from paged.core.request import PROMPT_FORMS, SamplingParams, check_messages
 from paged.workload.job import MAX_LENGTH, MAX_SECONDS, InputFiles, Job
 from paged.workload.jsonl import lines_of, parse_object
 
@@ -202,14 +202,4 @@ def _check_ids(value: Any) -> None:
             raise ValueError(f"prompt_token_ids must be whole numbers, 0 or more, not {reprlib.repr(token)}")
 
 
-def _check_messages(value: Any) -> None:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"messages must be a list of at least one message, not {reprlib.repr(value)}")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(
-                f"every one of messages must be an object with role and content, not {reprlib.repr(message)}"
-            )
-
-
-_CHECKS: Final = {"prompt": _check_text, "prompt_token_ids": _check_ids, "messages": _check_messages}
+_CHECKS: Final = {"prompt": _check_text, "prompt_token_ids": _check_ids, "messages": check_messages}

@@ -102,6 +102,9 @@ def test_transients_are_those_of_the_study() -> None:
         (["tp=1", "gpu_memory_utilization=0.6"], 16_384),
         (["tp=1", "gpu_memory_utilization=0.5", "hardware=l4"], 4_096),
         (["tp=1", "kv_dtype=fp8", "gpu_memory_utilization=0.7"], 40_960),
+        (["memory.activation_gib=1000"], 16),
+        (["memory.context_gib=15.9"], 16_384),
+        (["memory.weights_gib=1000"], 16_384),
     ],
 )
 def test_each_remedy_suffices_and_is_the_least_of_its_kind(overrides: list[str], length: int) -> None:
@@ -117,6 +120,11 @@ def test_each_remedy_suffices_and_is_the_least_of_its_kind(overrides: list[str],
         if key == "gpu_memory_utilization":
             less = replace(before, utilization=round(float(value) - 0.01, 2))
             assert not less.pool().num_seqs(length)
+        if key in ("memory.activation_gib", "memory.context_gib"):
+            name = key.removeprefix("memory.")
+            assert not replace(before, **{name: round(float(value) + 0.01, 2)}).pool().num_seqs(length)
+    keys = [remedy.override.split("=")[0] for remedy in remedies]
+    assert all(key in keys for key in (override.split("=")[0] for override in overrides) if key.startswith("memory."))
     needed = before.memory_gib_for(length)
     assert deployment(*overrides, f"hardware.memory_gib.value={needed}").pool().num_seqs(length) == 1
     assert not deployment(*overrides, f"hardware.memory_gib.value={needed - 0.02}").pool().num_seqs(length)

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ from engine_tools import (
     runner_of,
     save_tokenizer,
     script_logits,
+    serving_calls,
     spoil_logits,
     with_fields,
 )
 from paged import CompletionOutput, Engine, EngineConfig, RequestOutput, SampleUpdate, SamplingParams
 from paged.core.plan import StepPlan
+from paged.core.policy import Reserve, Watermark
 from paged.core.scheduler import NonFiniteLogitsError
 from paged.model.decoder import Decoder
 from paged.runner.text import Tokenizer
@@ -181,6 +184,69 @@ def test_one_bad_prompt_of_a_call_and_none_is_generated(prompt: Any, params: Sam
     assert_idle(engine)
     assert engine.metrics()["num_steps"] == 0
     engine.generate(PROMPTS[0], SEEDED, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"request_id": ""}, "request_id must be a text, not ''"),
+        ({"request_id": 5}, "request_id must be a text, not 5"),
+        ({"samples": 5}, "samples must be indices from 0 to 0"),
+        ({"samples": [0.0]}, "samples must be indices from 0 to 0"),
+        ({"samples": []}, "samples must be indices from 0 to 0"),
+    ],
+)
+def test_what_is_given_beside_a_prompt_is_checked(fields: dict[str, Any], named: str) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=named):
+        engine.add_request(PROMPTS[0], SEEDED, **fields)
+    assert_idle(engine)
+
+
+# Threads, and the end
+
+
+def test_another_thread_is_refused_while_one_is_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads in `generate` changed one scheduler's books: an AssertionError or an IndexError in either."""
+    engine = make_engine()
+    submit, entered, leave = engine.executor.submit, threading.Event(), threading.Event()
+
+    def wait(plan: StepPlan) -> None:
+        entered.set()
+        assert leave.wait(60)
+        submit(plan)
+
+    monkeypatch.setattr(engine.executor, "submit", wait)
+    found: list[RequestOutput] = []
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, SEEDED, use_tqdm=False)))
+    thread.start()
+    assert entered.wait(60)
+    calls = [*serving_calls(engine, PROMPTS[0], SEEDED), engine.settle, lambda: engine.abort("request-0")]
+    try:
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"^an engine is for one thread at a time"):
+                call()
+    finally:
+        leave.set()
+        thread.join()
+    expected = make_engine().generate(PROMPTS, SEEDED, use_tqdm=False)
+    assert [essence(result.outputs[0]) for result in found] == [essence(result.outputs[0]) for result in expected]
+    assert_idle(engine)
+    engine.generate(PROMPTS[0], SEEDED, use_tqdm=False)
+
+
+def test_a_closed_engine_serves_nobody() -> None:
+    """With one rank it went on, without its step log."""
+    engine = make_engine()
+    stream = engine.stream(PROMPTS[0], SEEDED)
+    next(stream)
+    engine.add_request(PROMPTS[0], SEEDED, "first")
+    engine.close()
+    engine.close()
+    for call in (*serving_calls(engine, PROMPTS[1], SEEDED), lambda: next(stream)):
+        with pytest.raises(RuntimeError, match=r"^the engine is closed$"):
+            call()
+    assert [output.finish_reason for output in engine.abort("first")] == ["abort"]
 
 
 # add_request and step
@@ -679,15 +745,29 @@ def test_what_an_engine_is_built_from_is_checked() -> None:
         ({"depth": 0}, "depth"),
         ({"max_step_tokens": 0}, "max_step_tokens"),
         ({"chunk_size": 1.5}, "chunk_size"),
-        ({"policy": "fifo"}, "policy"),
+        ({"policy": "lifo"}, "policy must be a Policy or one of fifo, watermark, reserve, forecast, not 'lifo'"),
+        ({"model": None}, "model must be tiny, a checkpoint folder or a Hub id, not None"),
+        ({"config": 5}, "config must be of type EngineConfig, not 5"),
+        ({"spec": "qwen3"}, "spec must be of type ModelSpec, not 'qwen3'"),
+        ({"step_log": 5}, "step_log must be a file, not 5"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": "x"}, "gpu_memory_utilization"),
+        ({"verify": 1}, "verify must be true or false, not 1"),
+        ({"prefix_reuse": 3}, "prefix_reuse must be true or false, not 3"),
+        ({"allow_long_context": 3}, "allow_long_context must be true or false, not 3"),
         ({"seed": "x"}, "seed"),
         ({"device": "tpu"}, "device"),
         ({"weights": "some"}, "weights"),
         ({"blocksize": 4}, "blocksize"),
     ):
         with pytest.raises(ValueError, match=named):
-            Engine.from_pretrained("tiny", **fields)
+            Engine.from_pretrained(**{"model": "tiny", **fields})
+
+
+def test_a_policy_may_be_given_by_its_name() -> None:
+    assert EngineConfig(policy="watermark") == EngineConfig(policy=Watermark())
+    engine = Engine.from_pretrained("tiny", policy="reserve", num_blocks=8)
+    assert engine.scheduler.policy == Reserve()
 
 
 def test_the_public_names() -> None:

@@ -579,6 +579,23 @@ def test_text_prompts_in_a_mapping_and_text_that_no_tokenizer_takes(tokenizer: T
 
 
 @pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (5, "messages must be a list of at least one message, not 5"),
+        ([{"role": "user", "content": 5}], "content in messages must be a text or a list of objects, not 5"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: Any, reason: str, tmp_path: Path) -> None:
+    """A number as content was written into the prompt as a text, and sampled."""
+    folder = save_tokenizer(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    engine = make_engine(tokenizer=Tokenizer(folder))
+    with pytest.raises(ValueError, match=reason):
+        engine.add_request({"messages": messages}, SEEDED)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{{ messages[0]['content'] + 1 }}",

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import tp_faults
+from engine_tools import serving_calls
 from paged import Engine, SamplingParams, engine_ranks
 from paged.core.agreement import TPDesyncError, TPError
 from paged.core.policy import Fifo
@@ -80,9 +81,12 @@ def step_to_the_end(engine: Engine, updates: list[Any]) -> None:
         updates += engine.step()
 
 
-def assert_ended(engine: Engine) -> None:
+def assert_ended(engine: Engine, *, is_closed: bool = False) -> None:
     """Nothing can be asked of an engine without its ranks, and it says why; it can be closed."""
-    with pytest.raises(TPError, match="the ranks of this engine have ended"):
+    kind, why = (
+        (RuntimeError, "the engine is closed") if is_closed else (TPError, "the ranks of this engine have ended")
+    )
+    with pytest.raises(kind, match=why):
         engine.generate([1, 2], use_tqdm=False)
     deadline = time.monotonic() + 5
     while any(is_there(pid) for pid in pids(engine)):
@@ -327,8 +331,9 @@ def test_a_closed_engine_takes_no_requests(plant: Plant) -> None:
     engine = plant(None)
     engine.add_request(PROMPTS[0], PARAMS[0], "first")
     engine.close()
-    with pytest.raises(TPError, match="the ranks of this engine have ended: the engine is closed"):
-        engine.add_request(PROMPTS[1], PARAMS[1])
+    for call in serving_calls(engine, PROMPTS[1], PARAMS[1]):
+        with pytest.raises(RuntimeError, match=r"^the engine is closed$"):
+            call()
     assert engine.num_waiting == 1
     assert [output.token_ids for output in engine.abort("first")] == [[]]
     assert not engine.has_unfinished
@@ -425,7 +430,7 @@ def test_ctrl_c_waits_until_the_ranks_have_ended(plant: Plant, monkeypatch: pyte
         patch.setattr(engine._leader.ranks, "end", pressed)
         with pytest.raises(KeyboardInterrupt):
             engine.close()
-    assert_ended(engine)
+    assert_ended(engine, is_closed=True)
 
 
 @pytest.mark.parametrize("moment", ["_watch.stop", "ranks.end"])
@@ -446,7 +451,7 @@ def test_closing_that_was_interrupted_can_be_repeated(
             engine.close()
     assert all(map(is_there, pids(engine)))
     engine.close()
-    assert_ended(engine)
+    assert_ended(engine, is_closed=True)
 
 
 SCRIPT = """

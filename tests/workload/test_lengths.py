@@ -141,6 +141,7 @@ def test_every_way_to_write_a_distribution(value: object, expected: Lengths) -> 
         ("pareto:100:1:201:500", "workload.output.low must be at most the median, 200, not 201"),
         ({"dist": "lognormal", "median": 10, "sigma": 1, "low": 16}, "low must be at most the median, 10, not 16"),
         ("uniform:1:x", "workload.output must have numbers between its colons, not 'x'"),
+        ("fixed:-3", "workload.output.length must be a whole number from 1 to 10000000, not -3$"),
         ("uniform:5:3", "workload.output.high must be at least low, 5, not 3"),
         ("uniform:1.5:3", "workload.output.low must be a whole number from 1"),
         ("lognormal:nan:1", "workload.output.median must be a number above 0"),

@@ -68,8 +68,21 @@ def test_line_ends_byte_order_mark_and_line_separators_in_text_do_no_harm(read) 
         ('{"prompt_token_ids": [1, -1]}', "prompt_token_ids must be whole numbers"),
         ('{"prompt_token_ids": [1, true]}', "prompt_token_ids must be whole numbers"),
         ('{"prompt_token_ids": [1.0]}', "prompt_token_ids must be whole numbers"),
+        pytest.param(
+            '{"prompt_token_ids": [1, ' + "1" * 5000 + "]}",
+            "must hold whole numbers of at most 4300 digits",
+            id="digits",
+        ),
         ('{"messages": []}', "messages must be a list"),
+        ('{"messages": {"role": "user", "content": "a"}}', "messages must be a list"),
         ('{"messages": [{"content": "a"}]}', "role and content"),
+        ('{"messages": [{"role": 5, "content": "a"}]}', "role and content"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "content in messages must be a text or a list of objects"),
+        (
+            '{"messages": [{"role": "user", "content": null}]}',
+            "content in messages must be a text or a list of objects",
+        ),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "content in messages must be a text or a list"),
         ('{"prompt": "a", "id": ""}', "id must be"),
         ('{"prompt": "a", "id": [1]}', "id must be"),
         ('{"prompt": "a", "temperature": 0}', "n must be 1 when temperature is 0"),
@@ -86,6 +99,18 @@ def test_a_broken_line_is_refused_and_its_neighbours_are_read(read, text: str | 
     assert reason in broken.reason
     assert "\n" not in broken.reason
     assert [before.prompt, after.prompt] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"role": "user", "content": [{"type": "text", "text": "a"}]}',
+        '{"role": "assistant", "content": null, "tool_calls": [{"id": "a"}]}',
+    ],
+)
+def test_content_may_be_parts_and_absent_beside_tool_calls(read, message: str) -> None:
+    (line,) = read('{"messages": [' + message + "]}")
+    assert line.prompt == {"messages": [json.loads(message)]}
 
 
 def test_a_repeated_id_is_refused_also_when_one_is_a_number(read) -> None:

@@ -54,12 +54,13 @@ def test_common_keys_reach_the_workload() -> None:
     )
     assert isinstance(rollout, RolloutWorkload)
     assert (rollout.num_prompts, rollout.num_samples, rollout.rate, rollout.cap) == (3, 2, 2.0, None)
-    gamma = built("workload=gamma", "workload.cv=3", "workload.duration_s=9", "workload.num_prompts=null")
+    gamma = built("workload=gamma", "workload.cv=3", "workload.duration_s=9")
     assert isinstance(gamma, StreamWorkload)
     assert (gamma.name, gamma.cv, gamma.duration_s, gamma.num_prompts) == ("gamma", 3.0, 9.0, None)
     poisson = built("workload=poisson")
     assert isinstance(poisson, StreamWorkload)
     assert (poisson.name, poisson.cv) == ("poisson", None)
+    assert (poisson.num_prompts, poisson.duration_s) == (512, None)
     trace = built(
         "workload=trace", "workload.path='~/t'", "workload.speedup=2", "workload.max_requests=5", "workload.cap=7"
     )
@@ -106,16 +107,12 @@ def test_a_distribution_is_chosen_by_key_or_as_a_text(override: str, expected: o
         (["rollout", "workload.output.dist=zipf"], "workload.output.dist must be one of fixed, uniform"),
         (["rollout", "workload.output.dist=pareto"], "workload.output.median is not a key of pareto lengths; it has"),
         (
-            ["poisson", "workload.duration_s=5"],
-            "exactly one of workload.num_prompts and workload.duration_s must be given, not both",
+            ["poisson", "workload.duration_s=5", "workload.num_prompts=5"],
+            "one of workload.num_prompts and workload.duration_s must be given, not both",
         ),
-        (["poisson", "workload.num_prompts=null"], "workload.duration_s must be given, not neither"),
+        (["poisson", "workload.duration_s=-1"], "workload.duration_s must be a number of seconds"),
         (
-            ["poisson", "workload.num_prompts=null", "workload.duration_s=-1"],
-            "workload.duration_s must be a number of seconds",
-        ),
-        (
-            ["poisson", "workload.num_prompts=null", "workload.duration_s=1e8", "workload.rate=1"],
+            ["poisson", "workload.duration_s=1e8", "workload.rate=1"],
             "workload.rate times workload.duration_s must be at most 10000000 requests, not 1e+08",
         ),
         (["gamma", "workload.cv=-1"], "workload.cv must be 0 or a number from 0.000001 to 100, not -1.0"),
