@@ -102,7 +102,7 @@ def test_transients_are_those_of_the_study() -> None:
         (["tp=1", "gpu_memory_utilization=0.6"], 16_384),
         (["tp=1", "gpu_memory_utilization=0.5", "hardware=l4"], 4_096),
         (["tp=1", "kv_dtype=fp8", "gpu_memory_utilization=0.7"], 40_960),
-        (["memory.activation_gib=1000"], 16),
+        (["memory.activation_gib=1000"], 16_384),
         (["memory.context_gib=15.9"], 16_384),
         (["memory.weights_gib=1000"], 16_384),
     ],
