@@ -34,16 +34,22 @@ class Command:
             returns the exit code. It raises UserError for mistakes and must leave standard output to results. If it has
             a `check_sweep(overrides) -> None`, that is called before a sweep and may raise UserError; its
             `finish_sweep(folder, jobs) -> None` is called at the end of one with the folders of its jobs.
+        made: the file of results that shows that a folder has been used; None if a folder may be used again.
     """
 
     summary: str
     module: str
+    made: str | None = None
 
 
 COMMANDS: Final[Mapping[str, Command]] = {
-    "run": Command("sample a workload with the engine (python -m paged run --help shows its config)", "paged.run"),
+    "run": Command(
+        "sample a workload with the engine (python -m paged run --help shows its config)", "paged.run", "results.jsonl"
+    ),
     "plan": Command("say on paper what a configuration needs, how fast it could be, and what fits", "paged.planner"),
-    "sim": Command("predict what a run would do: the same scheduler on a simulated clock", "paged.simulate"),
+    "sim": Command(
+        "predict what a run would do: the same scheduler on a simulated clock", "paged.simulate", "summary.json"
+    ),
     "calibrate": Command("fit a model of step times to the step logs of real runs", "paged.calibrate"),
 }
 
@@ -146,7 +152,9 @@ def _run_hydra(word: str, args: list[str]) -> int:
 
     from paged.config.convert import conf_folder, groups_of, hydra_sentence
 
-    args = _open_resumed_folder(_overrides_first(args))
+    args = _overrides_first(args)
+    _refuse_used_folder(word, args)
+    args = _open_resumed_folder(args)
     codes: list[int] = []
     sweeps: list[str] = []
     jobs: list[Path] = []
@@ -212,6 +220,22 @@ def _run_hydra(word: str, args: list[str]) -> int:
                 codes.append(_complain(error, INTERNAL))
         print(sweeps[-1])
     return max(codes, default=OK)
+
+
+def _refuse_used_folder(word: str, args: Sequence[str]) -> None:
+    """Refuse a given folder that holds results, before Hydra writes a config over the one that they were made with."""
+    made = COMMANDS[word].made
+    if made is None:
+        return
+    key, places = ("hydra.sweep.dir", f"*/{made}") if _is_sweep(args) else ("hydra.run.dir", made)
+    values = [arg.partition("=")[2].strip("'\"") for arg in args if arg.startswith(f"{key}=")]
+    # What Hydra has yet to fill in is a new folder, as a rule; the job looks again.
+    if not values or "$" in values[-1]:
+        return
+    found = next(Path(values[-1]).glob(places), None)
+    if found is not None:
+        way_out = " (or resume=FOLDER be given)" if word == "run" else ""
+        raise UserError(f"{key} must be a new folder{way_out}: {found.parent} has {found.name}")
 
 
 def _write_failure(error: Exception) -> OSError | None:

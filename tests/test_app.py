@@ -241,6 +241,19 @@ def test_a_results_file_is_never_written_over(cli: Cli) -> None:
     assert err.startswith("paged: hydra.run.dir must be a new folder")
 
 
+def test_a_refused_folder_keeps_the_config_that_its_results_were_made_with(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of(cli(*SMALL)[1])
+    sweep = folder_of(cli("-m", *SMALL, f"hydra.sweep.dir={tmp_path / 'sweep'}")[1])
+    configs = [(each / ".hydra" / "overrides.yaml").read_text() for each in (folder, sweep / "0")]
+    for args, key in (((f"hydra.run.dir='{folder}'",), "run"), (("-m", f"hydra.sweep.dir={sweep}"), "sweep")):
+        code, _, err = cli(*SMALL, "block_size=8", *args)
+        assert code == 2
+        assert err.startswith(
+            f"paged: hydra.{key}.dir must be a new folder (or resume=FOLDER be given): {folder.anchor}"
+        )
+    assert [(each / ".hydra" / "overrides.yaml").read_text() for each in (folder, sweep / "0")] == configs
+
+
 # Prompts from a file
 
 
