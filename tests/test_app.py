@@ -248,9 +248,7 @@ def test_a_refused_folder_keeps_the_config_that_its_results_were_made_with(cli: 
     for args, key in (((f"hydra.run.dir='{folder}'",), "run"), (("-m", f"hydra.sweep.dir={sweep}"), "sweep")):
         code, _, err = cli(*SMALL, "block_size=8", *args)
         assert code == 2
-        assert err.startswith(
-            f"paged: hydra.{key}.dir must be a new folder (or resume=FOLDER be given): {folder.anchor}"
-        )
+        assert err.startswith(f"paged: hydra.{key}.dir must be a new folder (or resume=FOLDER be given): ")
     assert [(each / ".hydra" / "overrides.yaml").read_text() for each in (folder, sweep / "0")] == configs
 
 
@@ -766,7 +764,7 @@ def test_sigterm_is_like_ctrl_c_and_a_folder_has_one_process(cli: Cli, checkpoin
     assert len(tokens_of(folder)) == len(rows_of(folder))
 
 
-def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli) -> None:
+def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli, tmp_path: Path) -> None:
     """The lock is no file that a crash leaves behind: the file stays, and nobody holds it."""
     folder = folder_of(cli(*SMALL)[1])
     assert (folder / ".lock").is_file()
@@ -776,9 +774,12 @@ def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli) -> None:
         assert (code, out, err.count("\n")) == (2, "", 1)
         told = f"must be a folder that no other process works on: {folder}\n"
         kept = "hydra.output_subdir=null"
+        # As where the other process has sampled nothing yet.
+        results = (folder / "results.jsonl").rename(tmp_path / "results")
         assert cli(f"hydra.run.dir={folder}", kept, model=False) == (2, "", f"paged: hydra.run.dir {told}")
         code, _, err = cli("-m", "hydra.sweep.subdir=.", f"hydra.sweep.dir={folder}", kept, model=False)
         assert (code, err.splitlines()[-1]) == (2, f"paged: job 0: hydra.sweep.dir {told}"[:-1])
+        results.rename(folder / "results.jsonl")
     assert cli(f"resume={folder}", model=False)[0] == 0
 
 
