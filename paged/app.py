@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _command(list(sys.argv[1:] if argv is None else argv))
             output.flush()
         except BrokenPipeError:
+            if output.failure is None:
+                # Of another pipe.
+                raise
             # Nobody reads standard output any more.
             return INTERNAL
         if output.failure is not None:
@@ -107,6 +110,9 @@ def _command(args: list[str]) -> int:
         return _complain(error, INTERNAL)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
+    except SystemExit as end:
+        # Hydra's parser has answered, as to `--version`.
+        return end.code if isinstance(end.code, int) else OK
     finally:
         if launch is not None:
             launch.dismiss()

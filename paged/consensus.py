@@ -229,9 +229,12 @@ class Leader:
         return peaks
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Around what all ranks compute together, so that a rank that is lost does not hang the rest."""
-        with self._watch.watching(is_limited=True):
+    def computing(self, *, is_limited: bool = True) -> Iterator[None]:
+        """Around what all ranks compute together, so that a rank that is lost does not hang the rest.
+
+        Unless ``is_limited``, it may take longer than the limit.
+        """
+        with self._watch.watching(is_limited=is_limited):
             yield
 
     def check(self) -> None:

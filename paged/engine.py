@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar, cast
@@ -37,6 +37,7 @@ from paged.runner.text import Tokenizer
 from paged.samples import Samples
 from paged.step_log import StepLog
 from paged.streams import LenientStream
+from paged.writing import UnwritableError
 
 __all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SampleUpdate"]
 
@@ -50,12 +51,34 @@ def _serving(method: Callable[Concatenate[Engine, _P], _T]) -> Callable[Concaten
 
     @functools.wraps(method)
     def call(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self._one_thread():
+        with self._one_thread:
             if self._is_closed:
                 raise RuntimeError("the engine is closed")
+            while self._left:
+                self._forget(self._left.pop())
             return method(self, *args, **kwargs)
 
     return call
+
+
+class _BusyError(RuntimeError):
+    """Another thread is in a call of the engine's."""
+
+
+class _OneThread:
+    """Entered by one thread at a time, which may enter again; another one is refused, a ``_BusyError``."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise _BusyError("an engine is for one thread at a time, and another one is in a call of this engine's")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Engine:
@@ -107,7 +130,9 @@ class Engine:
         self.device_name = device_name
         self._seed = seed
         self._is_closed = False
-        self._lock = threading.RLock()
+        self._one_thread = _OneThread()
+        # Requests of streams that ended while another thread was in a call.
+        self._left: list[str] = []
         self._leader = leader
         self._samples = Samples(tokenizer, numerics_id)
         self._loop = Loop(executor, scheduler, self._samples, step_log=step_log, leader=leader)
@@ -252,9 +277,11 @@ class Engine:
             raise ValueError(f"id {request_id!r} is in use by a request that has not finished, or not been delivered")
         shared = Prompt(token_ids)
         max_tokens = self.scheduler.config.max_tokens_for(len(shared), params.max_tokens)
-        wanted = range(params.n) if samples is None else list(samples) if isinstance(samples, Iterable) else [samples]
-        if not wanted or not all(isinstance(j, int) and j in range(params.n) for j in wanted):
-            raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {wanted}")
+        samples = range(params.n) if samples is None else samples
+        wanted = list(samples) if isinstance(samples, Iterable) else []
+        if not wanted or not all(type(j) is int and j in range(params.n) for j in wanted):
+            told = wanted or samples
+            raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {told!r}")
         if not is_output_len(output_len):
             raise ValueError(f"output_len must be a whole number, at least 1, or None, not {output_len!r}")
         seeds = [sample_seed(request_id, params.seed, j, self._seed) for j in wanted]
@@ -267,7 +294,7 @@ class Engine:
                 self._loop.add(requests, stream_text=stream_text)
                 # Only now: a refusal must not change the ids, and so the random streams, of those after it.
                 self._num_made_ids = self._num_made_ids if number is None else number + 1
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, UnwritableError):
             # The caller never learns that the request is there.
             self._forget(request_id)
             raise
@@ -282,7 +309,7 @@ class Engine:
         Raises:
             TPError: another rank is lost, failed or disagrees, and that was not known before.
         """
-        with self._one_thread(), DeferredInterrupt():
+        with self._one_thread, DeferredInterrupt():
             outputs = [self._samples.output(end) for end in self._loop.abort(request_id)]
             self._samples.drop_updates(request_id, {output.sample for output in outputs})
         return outputs
@@ -306,7 +333,7 @@ class Engine:
         Raises:
             TPError: as for ``step``.
         """
-        with self._one_thread():
+        with self._one_thread:
             with DeferredInterrupt():
                 self._loop.agree()
             return self._take_undelivered()
@@ -388,7 +415,8 @@ class Engine:
     def stream(self, prompt: Prompts, sampling_params: SamplingParams | None = None) -> Iterator[SampleUpdate]:
         """Generate for one prompt and yield updates as they come; closing the iterator aborts the request.
 
-        Other requests make progress meanwhile; their updates wait for the next ``step``.
+        Other requests make progress meanwhile; their updates wait for the next ``step``. An iterator that is refused
+        because another thread is in a call has ended, and its request with it.
 
         Raises:
             ValueError: the request is refused, at the call.
@@ -402,7 +430,12 @@ class Engine:
             while self._is_taken(request_id):
                 yield from self._updates_of((request_id,))
         finally:
-            self._forget(request_id)
+            try:
+                with self._one_thread:
+                    self._forget(request_id)
+            except _BusyError:
+                # What another thread is at must not change under it: the next call ends the request.
+                self._left.append(request_id)
 
     @_serving
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Path | str) -> int:
@@ -452,27 +485,19 @@ class Engine:
     def peak_bytes_by_rank(self) -> list[int]:
         """Peak memory of each rank's card; 0 on the CPU. Asks the other ranks: raises ``TPError`` if one is lost."""
         own = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        return [own] if self._leader is None else [own, *self._leader.peak_bytes()]
+        with self._one_thread:
+            return [own] if self._leader is None else [own, *self._leader.peak_bytes()]
 
     def close(self) -> None:
         """Close the step log and end the other ranks; what serves requests is then a ``RuntimeError``.
 
-        May be called again, as after a Ctrl-C; from a copy of the process that made the engine it ends no ranks.
+        May be called again, as after a Ctrl-C; from a copy of the process that made the engine it ends no ranks. No
+        thread may be in a call meanwhile, which is not checked.
         """
         self._is_closed = True
         self._loop.close()
 
     # Inside
-
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        """Refuse, as a ``RuntimeError``, a call while another thread is in one."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("an engine is for one thread at a time, and another one is in a call of this engine's")
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _next_updates(self, advance: Callable[[], None]) -> list[SampleUpdate]:
         """Updates that wait to be delivered, or else what one more step brings."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,14 @@ from paged.model.checkpoint import load_decoder
 from paged.model.decoder import TORCH_DTYPES, Decoder
 from paged.model.parallel import random_decoder
 from paged.runner.kv_cache import KVCache
-from paged.runner.memory_profile import CardMemory, MemoryProfile, StepLimits, check_share, measure_profile
+from paged.runner.memory_profile import (
+    CardMemory,
+    MemoryProfile,
+    StepLimits,
+    check_share,
+    measure_profile,
+    unwatched,
+)
 from paged.runner.runner import TorchRunner
 from paged.runner.text import Tokenizer
 
@@ -95,7 +102,7 @@ def build_parts(
     device: torch.device,
     group: RankGroup = SINGLE,
     least: Callable[[int], int] = lambda number: number,
-    computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    computing: Callable[..., AbstractContextManager[None]] = unwatched,
     num_sharing: int = 1,
 ) -> Parts:
     """Load this rank's weights, size its pool and allocate it.
@@ -107,7 +114,7 @@ def build_parts(
         device: this rank's.
         group: the ranks.
         least: gives all ranks the least of their numbers: of the pools that they have room for, in blocks.
-        computing: entered around what the ranks compute together.
+        computing: entered around what the ranks compute together; ``is_limited=False`` where that may take any time.
         num_sharing: most ranks that have one card; each gets as much of what the engine may use of it.
 
     Raises:
@@ -138,8 +145,7 @@ def build_parts(
         least(0)
         if config.num_blocks is None:
             check_share(config.gpu_memory_utilization, before.total, available_bytes)
-        with computing():
-            profile = _measured(decoder, kv_dtype, before, shared, limit)
+        profile = _measured(decoder, kv_dtype, before, shared, limit, computing, lambda: least(0))
     budget_bytes = CPU_POOL_BYTES if profile is None else profile.pool_bytes(shared.gpu_memory_utilization)
     num_blocks = least(config.num_blocks or sized_num_blocks(config, spec, kv_dtype, budget_bytes, limit))
     if num_blocks < 1:
@@ -184,7 +190,13 @@ def warm_up(parts: Parts) -> None:
 
 
 def _measured(
-    decoder: Decoder, kv_dtype: torch.dtype, before: CardMemory, config: EngineConfig, limit: int
+    decoder: Decoder,
+    kv_dtype: torch.dtype,
+    before: CardMemory,
+    config: EngineConfig,
+    limit: int,
+    computing: Callable[..., AbstractContextManager[None]],
+    meet: Callable[[], object],
 ) -> MemoryProfile:
     """What a card that held ``before`` is used for now that the decoder is there."""
     # Of the limits of a step the scheduler's own checks hold.
@@ -206,7 +218,7 @@ def _measured(
         "max_step_tokens or max_num_seqs must be smaller or tp larger: "
         "the largest step does not fit into memory beside the weights"
     ):
-        return measure_profile(decoder, kv_dtype, limits, before, decoder.device)
+        return measure_profile(decoder, kv_dtype, limits, before, decoder.device, computing, meet)
 
 
 def _memory_summary(

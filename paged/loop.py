@@ -91,8 +91,9 @@ class Loop:
         return [*undone, *self._end(request_id, None, FinishReason.ABORT)]
 
     def forget(self, request_id: str) -> None:
-        """End a request whose outputs nobody waits for any more."""
-        self._end(request_id, None, FinishReason.ABORT)
+        """End a request whose outputs nobody waits for any more; that the log can't be written, later steps say."""
+        with suppress(UnwritableError):
+            self._end(request_id, None, FinishReason.ABORT)
         self._drop_undone(request_id)
 
     def advance(self) -> None:
@@ -211,10 +212,10 @@ class Loop:
         """End samples from outside; the plan in flight drops their rows."""
         with DeferredInterrupt():
             ended = self._scheduler.abort(request_id, index, reason)
-            if ended and self._log is not None:
-                self._log.abort(request_id, index, reason.value)
             if ended and self._leader is not None:
                 self._leader.abort(request_id, index, reason)
+            if ended and self._log is not None:
+                self._log.abort(request_id, index, reason.value)
             return ended
 
     @contextmanager

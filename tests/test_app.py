@@ -806,6 +806,17 @@ def test_a_reader_that_has_gone_is_no_traceback(checkpoint: Path, tmp_path: Path
     assert summary_of(tmp_path / "run")["interrupted"] is False
 
 
+def test_another_pipe_that_breaks_is_an_error_of_the_program(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever pipe it was, it was taken for the reader of standard output: the command ended without a word."""
+
+    def lose(*_: Any) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("paged.planner.job", lose)
+    with pytest.raises(BrokenPipeError):
+        main(["plan"])
+
+
 # Models known by name
 
 NARROW = ["num_hidden_layers=1", "hidden_size=64", "intermediate_size=32", "max_position_embeddings=64"]

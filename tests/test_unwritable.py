@@ -314,6 +314,7 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
         ("plan", "-m", "tp=1,2"),
         ("run", "--cfg", "job"),
         ("--help",),
+        ("run", "--version"),
     ],
     ids=lambda args: " ".join(args[:2]),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -154,8 +155,19 @@ class StepLimits:
         return [num_keys - 1] * num_seqs, [1] * num_seqs
 
 
+def unwatched(*, is_limited: bool = True) -> AbstractContextManager[None]:
+    """What ``Leader.computing`` is to an engine of one rank."""
+    return nullcontext()
+
+
 def measure_profile(
-    decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, before: CardMemory, device: torch.device
+    decoder: Decoder,
+    kv_dtype: torch.dtype,
+    limits: StepLimits,
+    before: CardMemory,
+    device: torch.device,
+    computing: Callable[..., AbstractContextManager[None]] = unwatched,
+    meet: Callable[[], object] = lambda: None,
 ) -> MemoryProfile:
     """Run the largest steps on a card that holds the weights and not yet the cache; all ranks together.
 
@@ -168,11 +180,18 @@ def measure_profile(
         limits: of the steps.
         before: of the card, before the decoder was there.
         device: the card.
+        computing: entered around what the ranks compute together; ``is_limited=False`` where that may take any time.
+        meet: waits for the other ranks, however long they build.
     """
     loaded = CardMemory.read(device)
     # Where keys and values lie is no matter: one block serves all.
     cache = KVCache(decoder.local_spec, 1, limits.block_size, dtype=kv_dtype, device=device)
-    step_bytes, decode_bytes, penalized_bytes = _step_bytes(decoder, cache, limits, before.num_sharing)
+    with computing(is_limited=False):
+        if device.type == "cuda":
+            build_kernels(decoder, cache, limits.max_step_tokens, limits.num_logits, before.num_sharing)
+    meet()
+    with computing():
+        step_bytes, decode_bytes, penalized_bytes = _step_bytes(decoder, cache, limits)
     makes_graphs = can_graph(decoder, cache)
     del cache
     torch.cuda.empty_cache()
@@ -189,15 +208,13 @@ def measure_profile(
     )
 
 
-def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits, num_sharing: int) -> tuple[int, int, int]:
+def _step_bytes(decoder: Decoder, cache: KVCache, limits: StepLimits) -> tuple[int, int, int]:
     """The most that tensors take during some steps, beside those that were there.
 
     They are the largest step, the largest of decodes, and the largest with penalties, whose counts are among what it
     takes.
     """
     device = cache.device
-    if device.type == "cuda":
-        build_kernels(decoder, cache, limits.max_step_tokens, limits.num_logits, num_sharing)
     _prepare_products(decoder, cache, limits.max_step_tokens, limits.num_logits)
 
     def peak(starts: Sequence[int], lengths: Sequence[int], *, has_penalties: bool = False) -> int:

@@ -194,6 +194,8 @@ def test_one_bad_prompt_of_a_call_and_none_is_generated(prompt: Any, params: Sam
         ({"samples": 5}, "samples must be indices from 0 to 0"),
         ({"samples": [0.0]}, "samples must be indices from 0 to 0"),
         ({"samples": []}, "samples must be indices from 0 to 0"),
+        ({"samples": 0}, r"samples must be indices from 0 to 0 \(n is 1\), not 0"),
+        ({"samples": [False]}, r"samples must be indices from 0 to 0 \(n is 1\), not \[False\]"),
     ],
 )
 def test_what_is_given_beside_a_prompt_is_checked(fields: dict[str, Any], named: str) -> None:
@@ -222,6 +224,7 @@ def test_another_thread_is_refused_while_one_is_in_a_call(monkeypatch: pytest.Mo
     thread.start()
     assert entered.wait(60)
     calls = [*serving_calls(engine, PROMPTS[0], SEEDED), engine.settle, lambda: engine.abort("request-0")]
+    calls.append(engine.peak_bytes_by_rank)
     try:
         for call in calls:
             with pytest.raises(RuntimeError, match=r"^an engine is for one thread at a time"):
@@ -233,6 +236,58 @@ def test_another_thread_is_refused_while_one_is_in_a_call(monkeypatch: pytest.Mo
     assert [essence(result.outputs[0]) for result in found] == [essence(result.outputs[0]) for result in expected]
     assert_idle(engine)
     engine.generate(PROMPTS[0], SEEDED, use_tqdm=False)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["asked", "closed"])
+def test_a_stream_that_ends_while_another_thread_is_in_a_call_ends_its_request_afterwards(
+    is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request was ended in the scheduler's books while the other thread was changing them."""
+    engine = make_engine()
+    submit, entered, leave = engine.executor.submit, threading.Event(), threading.Event()
+    stream = engine.stream(PROMPTS[0], SEEDED)
+    next(stream)
+    request_id = engine.add_request(PROMPTS[1], SEEDED)
+
+    def wait(plan: StepPlan) -> None:
+        entered.set()
+        assert leave.wait(60)
+        submit(plan)
+
+    monkeypatch.setattr(engine.executor, "submit", wait)
+    thread = threading.Thread(target=engine.step)
+    thread.start()
+    assert entered.wait(60)
+    try:
+        if is_closed:
+            stream.close()
+        else:
+            with pytest.raises(RuntimeError, match=r"^an engine is for one thread at a time"):
+                next(stream)
+        # Until the other thread is done.
+        assert engine.scheduler.is_live("request-0")
+    finally:
+        leave.set()
+        thread.join()
+    assert {update.request_id for update in engine.step()} == {request_id}
+    assert not engine.scheduler.is_live("request-0")
+    engine.abort(request_id)
+    while engine.has_unfinished:
+        engine.step()
+    assert_idle(engine)
+
+
+def test_threads_may_take_turns() -> None:
+    engine = make_engine()
+    expected = list(make_engine().stream(PROMPTS[0], SEEDED))
+    stream = engine.stream(PROMPTS[0], SEEDED)
+    found = [next(stream)]
+    thread = threading.Thread(target=lambda: found.extend(stream))
+    thread.start()
+    thread.join()
+    assert [update.token_ids for update in found] == [update.token_ids for update in expected]
+    engine.generate(PROMPTS[0], SEEDED, use_tqdm=False)
+    assert_idle(engine)
 
 
 def test_a_closed_engine_serves_nobody() -> None:

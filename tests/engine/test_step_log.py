@@ -239,8 +239,28 @@ def test_a_log_that_cannot_be_written_ends_the_engine_and_closes_quietly(depth: 
         assert raised.value.errno == errno.ENOSPC
         assert engine.scheduler.num_in_flight == 0
     with pytest.raises(UnwritableError):
-        engine.add_request([4], SEEDED)
+        engine.add_request([4], SEEDED, "refused")
+    assert not engine.scheduler.is_live("refused")
     engine.close()
+    engine.close()
+
+
+def test_requests_of_a_call_that_fails_for_a_full_disk_are_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that could not be logged stayed, and so did all behind the first that was to be forgotten."""
+    engine = make_engine(step_log=tmp_path / "steps.jsonl")
+    submit = engine.executor.submit
+
+    def fill(plan: StepPlan) -> None:
+        full_from_now_on(engine)
+        submit(plan)
+
+    monkeypatch.setattr(engine.executor, "submit", fill)
+    for _ in range(2):
+        with pytest.raises(UnwritableError):
+            engine.generate([[1, 2, 3], [4, 5], [6]], SEEDED, use_tqdm=False)
+        assert not engine.has_unfinished
     engine.close()
 
 

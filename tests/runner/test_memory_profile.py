@@ -1,5 +1,7 @@
 """Checks what a card's memory is said to be used for: the arithmetic anywhere, the measuring itself on a card."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from paged.runner.memory_profile import (
     check_share,
     measure_profile,
     run_step,
+    unwatched,
 )
 from tests.engine_tools import SPEC, VOCAB, random_decoder
 
@@ -130,7 +133,18 @@ def test_a_profile_is_made_of_what_the_card_says(
     FakeCard(monkeypatch)
     monkeypatch.setattr(memory_profile, "can_graph", lambda *args: makes_graphs)
     before = card(free=23 * GIB)
-    profile = measure_profile(random_decoder(), torch.float32, LIMITS, before, CPU)
+    happened: list[object] = []
+
+    @contextmanager
+    def computing(*, is_limited: bool = True) -> Iterator[None]:
+        happened.append(is_limited)
+        yield
+
+    profile = measure_profile(
+        random_decoder(), torch.float32, LIMITS, before, CPU, computing, lambda: happened.append("meet")
+    )
+    # Kernels may take longer to build than a rank may be silent, and one rank's longer than another's.
+    assert happened == [False, "meet", True]
     assert profile == MemoryProfile(
         device_bytes=24 * GIB,
         weights_bytes=2 * GIB,
@@ -156,7 +170,13 @@ def test_an_engine_s_steps_are_measured_at_its_own_limits(monkeypatch: pytest.Mo
     monkeypatch.setattr(engine_parts, "measure_profile", measure)
     for num_blocks in (250, None):
         engine_parts._measured(
-            random_decoder(), torch.float32, card(free=0), config.replaced(num_blocks=num_blocks), 100
+            random_decoder(),
+            torch.float32,
+            card(free=0),
+            config.replaced(num_blocks=num_blocks),
+            100,
+            unwatched,
+            lambda: None,
         )
     # 0.9 of 24 GiB less 2 GiB of weights, in tokens of 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes.
     most = (int(0.9 * 24 * GIB) - 2 * GIB) // 256
@@ -169,7 +189,9 @@ def test_ranks_that_share_a_card_get_equal_parts_of_it(num_sharing: int, monkeyp
 
     shares: list[float] = []
 
-    def measured(decoder: object, kv_dtype: object, before: object, config: EngineConfig, limit: int) -> MemoryProfile:
+    def measured(
+        decoder: object, kv_dtype: object, before: object, config: EngineConfig, *args: object
+    ) -> MemoryProfile:
         shares.append(config.gpu_memory_utilization)
         return replace(PROFILE, device_bytes=MIB)
 
