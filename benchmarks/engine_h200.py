@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from engine_runs import (
     Line,
     StepWatch,
@@ -38,6 +37,7 @@ from engine_runs import (
     read_model,
     timed_steps,
 )
+from settings import setting
 
 from paged import Engine, SamplingParams
 from paged.model.locate import find_model
@@ -191,12 +191,6 @@ def measure(options: argparse.Namespace, numerics: str) -> list[dict[str, Any]]:
     finally:
         engine.close()
     return rows
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """``depth=1`` as a name and a value."""
-    name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
 
 
 def main() -> None:

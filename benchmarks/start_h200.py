@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from settings import setting
 
 # What is timed, in the order of a start; each is replaced where it is called from.
 PHASES = (
@@ -170,12 +170,6 @@ def show(name: str, found: dict[str, Any]) -> int:
     for kernel, times in sorted(by_kernel.items(), key=lambda item: -sum(item[1])):
         print(f"| {kernel} | {len(times)} | {sum(times):.1f} |")
     return num_late
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """``max_num_seqs=64`` as a name and a value."""
-    name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
 
 
 def main() -> int:

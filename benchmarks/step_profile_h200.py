@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_h200 import setting
 from engine_runs import StepWatch, abort_all, build, decode_steadily, random_prompts, read_model, timed_steps
+from settings import setting
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError, of_job
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError, of_job, used_folder
 from paged.runner import launched
 from paged.streams import lenient_streams
 from paged.writing import UnwritableError, is_no_room
@@ -240,8 +240,7 @@ def _refuse_used_folder(word: str, args: Sequence[str]) -> None:
         return
     found = next(Path(values[-1]).glob(places), None)
     if found is not None:
-        way_out = " (or resume=FOLDER be given)" if word == "run" else ""
-        raise UserError(f"{key} must be a new folder{way_out}: {found.parent} has {found.name}")
+        raise used_folder(key, found, resumable=word == "run")
 
 
 def _write_failure(error: Exception) -> OSError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 OK: Final = 0
@@ -28,6 +29,12 @@ def of_job() -> str:
 def folder_key() -> str:
     """The key that the folder of the job that runs follows from."""
     return "hydra.sweep.dir" if in_sweep() else "hydra.run.dir"
+
+
+def used_folder(key: str, made: Path, *, resumable: bool = False) -> UserError:
+    """The refusal of a folder, given by `key`, that holds the results `made`; a run may be continued there."""
+    way_out = " (or resume=FOLDER be given)" if resumable else ""
+    return UserError(f"{key} must be a new folder{way_out}: {made.parent} has {made.name}")
 
 
 class UserError(ValueError):

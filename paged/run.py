@@ -24,7 +24,7 @@ from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
 from paged.interrupts import InterruptRequest
 from paged.model.locate import EMBEDDED, find_model
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job, used_folder
 from paged.results import (
     FINISHED,
     ResultsFile,
@@ -182,10 +182,8 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
     copy = folder / INPUTS
     workload = config.workload
     if not resumed:
-        if (folder / "results.jsonl").exists():
-            raise UserError(
-                f"{folder_key()} must be a new folder (or resume=FOLDER be given): {folder} has results.jsonl"
-            )
+        if (made := folder / "results.jsonl").exists():
+            raise used_folder(folder_key(), made, resumable=True)
         _copy_inputs(config, model, copy)
     source = workload.path if isinstance(workload, PromptsWorkload) and not resumed else copy
     try:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from paged.core.config_json import read_json
+from paged.core.json_files import read_json
 from paged.core.memory import FP8
 from paged.core.model_spec import ModelSpec
 from paged.model.locate import find_model

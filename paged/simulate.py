@@ -24,7 +24,7 @@ from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, pr
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
-from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, in_sweep, of_job
+from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, in_sweep, of_job, used_folder
 from paged.results import versions, write_summary
 from paged.run_facts import RunFacts, differences
 from paged.sim.calibration import Calibrated
@@ -74,8 +74,8 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         UserError: if nothing could be simulated for a mistake in the config or the inputs.
         UnwritableError: if the folder cannot be written.
     """
-    if (folder / "summary.json").exists():
-        raise UserError(f"{folder_key()} must be a new folder: {folder} has a summary.json")
+    if (made := folder / "summary.json").exists():
+        raise used_folder(folder_key(), made)
     try:
         config = sim_config(with_given_sources(cfg, overrides))
         if config.replay is not None:

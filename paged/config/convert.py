@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 from yaml.reader import ReaderError
 
+from paged.core.json_files import too_many_digits
 from paged.outcome import UserError
 
 GIVEN: Final = "given"
@@ -130,9 +130,8 @@ def hydra_sentence(error: Exception, command: str, own_conf: Path | None = None)
     message = str(error) or str(error.__cause__)
     if isinstance(error, YAMLError | UnicodeDecodeError):
         return _unreadable(error, own_conf)
-    if message.startswith("Exceeds the limit"):
-        # Python's words, on the way from digits to a number.
-        return f"the config must hold whole numbers of at most {sys.get_int_max_str_digits()} digits"
+    if (told := too_many_digits(error)) is not None:
+        return f"the config {told}"
     if isinstance(error, TypeError):
         # Hydra takes the items of a list that is given to a group for names.
         return f"a group must be given the name of one of its options: {_first_line(message)}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from paged.core.checks import check_whole, is_positive
@@ -27,19 +25,6 @@ def spec_fields(
     _refuse_sliding_window(config, values["num_layers"], values["max_position_embeddings"], max_seq_len)
     values["eos_token_ids"] = _eos_token_ids(config, generation_config, values["vocab_size"])
     return values
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object; anything else there is a ``ValueError`` that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
 
 
 def _read_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paged.core.checks import check_whole, is_positive
-from paged.core.config_json import CONFIG_NAMES, DTYPES, read_json, spec_fields
+from paged.core.config_json import CONFIG_NAMES, DTYPES, spec_fields
+from paged.core.json_files import read_json
 
 QK_NORMS = ("none", "head", "full")
 

@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from paged.core.config_json import read_json
+from paged.core.json_files import read_json
 from paged.core.request import PROMPT_FORMS, check_messages
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from paged.core.json_files import too_many_digits
 
 
 def lines_of(path: Path, *, source: Path | None = None) -> list[bytes]:
@@ -34,11 +35,10 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("not valid JSON: nested too deeply") from error
     except ValueError as error:
-        if str(error).startswith("Exceeds the limit"):
-            # Python's words, on the way from digits to a number.
-            most = sys.get_int_max_str_digits()
-            raise ValueError(f"must hold whole numbers of at most {most} digits") from error
-        raise
+        told = too_many_digits(error)
+        if told is None:
+            raise
+        raise ValueError(told) from error
     if not isinstance(values, dict):
         raise ValueError("must be a JSON object")
     return values
