@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-SIZES: Final = (2, 4)
+SIZES: Final = (2, 4, 8)
 """Numbers of ranks that can share memory."""
 
 NUM_COUNTERS: Final = 128
@@ -105,7 +105,7 @@ def connect(rank: int, size: int, store: dist.Store, device: torch.device) -> Pe
         device: this rank's card.
     """
     if size not in SIZES:
-        return f"the number of ranks is not {' or '.join(map(str, SIZES))}"
+        return f"the number of ranks is not {', '.join(map(str, SIZES))}"
     with torch.cuda.device(device):
         # The driver is asked about the context that this makes the current one.
         torch.cuda.synchronize()

@@ -120,7 +120,7 @@ def operands(size: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_sums_of_all_shapes(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(size, monkeypatch)
     groups = stage.groups()
@@ -134,7 +134,7 @@ def test_sums_of_all_shapes(size: int, dtype: torch.dtype, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_gathers_along_all_dimensions(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Stage(size, monkeypatch).groups()
     for shape in ((1,), (3, 5), (2, 64), (2, 3, 8), (4, 0)):
@@ -152,7 +152,7 @@ def test_sums_in_a_dtype_that_no_kernel_knows(monkeypatch: pytest.MonkeyPatch) -
         assert total.tolist() == [8, 10]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_long_exchanges_go_in_parts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small buffers stand for those of megabytes: all ways are taken, and the bits do not tell."""
     monkeypatch.setattr(peers_triton, "MARKED_WORDS", 512 * size)
@@ -320,7 +320,7 @@ def test_three_ranks_share_nothing() -> None:
 
 @pytest.mark.gpu
 @needs_card
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_kernels_of_all_ranks_on_one_card(size: int) -> None:
     """In a process of its own: streams must not wait for each other by accident, and a hang must end."""
     script = Path(__file__).parents[1] / "peer_streams.py"
