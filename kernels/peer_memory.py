@@ -18,6 +18,8 @@ import torch.distributed as dist
 SIZES: Final = (2, 4, 8)
 """Numbers of ranks that can share memory."""
 
+SIZES_IN_WORDS: Final = f"{', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]}"
+
 NUM_COUNTERS: Final = 128
 """Most programs of a launch."""
 
@@ -105,7 +107,7 @@ def connect(rank: int, size: int, store: dist.Store, device: torch.device) -> Pe
         device: this rank's card.
     """
     if size not in SIZES:
-        return f"the number of ranks is not {', '.join(map(str, SIZES))}"
+        return f"the number of ranks is not {SIZES_IN_WORDS}"
     with torch.cuda.device(device):
         # The driver is asked about the context that this makes the current one.
         torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 Contract: that of ``paged.kernels.collectives``. Each element of a sum is the balanced tree over the ranks,
 ((0 + 1) + (2 + 3)), rounded to its dtype after each addition, whatever the number of elements and the way they travel;
-a gather moves bits. For a power of two of ranks. All ranks launch the same operations on the same sizes, in one order.
+a gather moves bits. For 2, 4 or 8 ranks. All ranks launch the same operations on the same sizes, in one order.
 
 Every rank has a buffer (see ``paged.kernels.peer_memory``) that all ranks can write to. Elements travel as words of 8
 bytes, in one of three ways:

@@ -11,7 +11,7 @@ import torch
 
 from paged.consensus import Leader
 from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
-from paged.kernels.peer_memory import SIZES
+from paged.kernels.peer_memory import SIZES, SIZES_IN_WORDS
 from paged.runner.launched import Launch
 from paged.runner.ranks import START_S, Ranks, card_id, make_group, serve_store
 
@@ -97,7 +97,7 @@ def _devices(device: torch.device, size: int, launch: Launch | None) -> list[tor
     num_cards = torch.cuda.device_count()
     if launch is None and num_cards < size and size not in SIZES:
         raise ValueError(
-            f"tp must be at most the number of GPUs here, {num_cards} (or {' or '.join(map(str, SIZES))}: ranks then "
+            f"tp must be at most the number of GPUs here, {num_cards} (or {SIZES_IN_WORDS}: ranks then "
             f"share GPUs), not {size}; or use device=cpu"
         )
     first, num_local = (torch.cuda.current_device(), size) if launch is None else (0, launch.num_local)

@@ -374,7 +374,7 @@ def test_each_rank_has_a_card_of_its_own_or_shares_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    allowed = re.escape("the number of GPUs here, 3 (or 2, 4, 8: ranks then share GPUs)")
+    allowed = re.escape("the number of GPUs here, 3 (or 2, 4 or 8: ranks then share GPUs)")
     with pytest.raises(ValueError, match=rf"^tp must be at most {allowed}, not 16; or use device=cpu$"):
         engine_ranks._devices(torch.device("cuda"), 16, None)
     shared = engine_ranks._devices(torch.device("cuda"), 4, None)
