@@ -19,7 +19,8 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.kernels.activation import silu_mul
-from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.attention import attention
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.heads import norm_rope_store
 from paged.kernels.kv_cache import LayerCache

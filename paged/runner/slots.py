@@ -18,7 +18,7 @@ import torch
 from paged.core.plan import Started, StepPlan
 from paged.core.policy import num_blocks_for
 from paged.core.request import Request, SamplingParams
-from paged.kernels.sampling import SamplingColumns
+from paged.kernels.sampling_columns import SamplingColumns
 from paged.runner.text import TextStream, Tokenizer
 from paged.runner.transfers import upload
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from loop_tools import Ticks, Watched, random_case
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import StepPlan
 from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import HashedPrompt, OpaquePrompt
-from paged.core.scheduler import Scheduler, SchedulerConfig
+from paged.core.scheduler import Scheduler
 from paged.core.sequence import Sequence
 from paged.sim import driver
 from paged.sim.driver import simulate
