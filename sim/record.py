@@ -18,9 +18,6 @@ from paged.core.metrics import Counters
 REFUSED: Final = "refused"
 """Finish reason of a request that was never taken; `reason` says why."""
 
-COMPLETE: Final = ("stop", "length")
-"""Finish reasons of requests that got all their tokens; only these have latencies in the report."""
-
 ADMITTED: Final = 0  # took a slot and blocks: the start of the step that did it
 SAMPLED: Final = 1  # got its first token after an admission: the end of that step
 PREEMPTED: Final = 2  # lost its blocks: the start of the step that took them

@@ -17,7 +17,7 @@ from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, Started, StepPlan, StepRes
 from paged.core.policy import Fifo, Load, Policy, num_blocks_for
 from paged.core.request import Request
 from paged.core.reuse import PrefixReuse
-from paged.core.sequence import FinishReason, Sequence, Status
+from paged.core.sequence import COMPLETE, FinishReason, Sequence, Status
 from paged.core.steady import SteadyDecode
 
 
@@ -579,7 +579,7 @@ class Scheduler:
         counters.prompt_tokens += sequence.num_prompt
         counters.output_tokens += sequence.num_output
         counters.minimal_forward_tokens += sequence.num_committed - 1
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in COMPLETE:
             self._load.lengths.add(sequence.num_output, reason is FinishReason.STOP)
         return Finished(request, reason, sequence.num_output, sequence.num_preemptions, sequence.num_cached_tokens)
 
