@@ -164,7 +164,7 @@ def check_prompt_form(prompt: Mapping[str, Any]) -> None:
         raise ValueError(f"the prompt must hold exactly one of {forms}, not {keys}")
 
 
-def token_ids_of(prompt: Any) -> list[int]:
+def token_ids_of(prompt: object) -> list[int]:
     """Token ids of a prompt that needs no tokenizer: a list of ids, or a mapping with ``prompt_token_ids``."""
     if isinstance(prompt, Mapping):
         check_prompt_form(prompt)
@@ -188,7 +188,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _token_text(token: Any) -> str:
+def _token_text(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
 
 

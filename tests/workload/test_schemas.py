@@ -102,7 +102,10 @@ def test_a_distribution_is_chosen_by_key_or_as_a_text(override: str, expected: o
         (["rollout", "workload.rate=0"], "workload.rate must be a number of arrivals a second from 1e-06 to 1e+06"),
         (["rollout", "workload.rate=nan"], "workload.rate must be a number of arrivals a second"),
         (["rollout", "workload.rate=fast"], "workload.rate must be a number or null, not 'fast'"),
-        (["rollout", "workload.prompt=0"], "workload.prompt.length must be a whole number from 1 to 10000000, not 0"),
+        (
+            ["rollout", "workload.prompt=0"],
+            "workload.prompt.length must be a whole number, between 1 and 10000000, not 0",
+        ),
         (["rollout", "workload.output=null"], "workload.output must be a whole number, a text such as"),
         (["rollout", "workload.output.dist=zipf"], "workload.output.dist must be one of fixed, uniform"),
         (["rollout", "workload.output.dist=pareto"], "workload.output.median is not a key of pareto lengths; it has"),
