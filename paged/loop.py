@@ -23,7 +23,7 @@ from paged.writing import UnwritableError
 
 
 class Loop:
-    """What is in flight, and what has come of it: ``samples`` take it in once all ranks agree.
+    """Keeps up to ``depth`` steps in flight and commits them in order; ``samples`` get what all ranks agree to.
 
     Args:
         executor: computes plans.
@@ -91,7 +91,7 @@ class Loop:
         return [*undone, *self._end(request_id, None, FinishReason.ABORT)]
 
     def forget(self, request_id: str) -> None:
-        """End a request whose outputs nobody waits for any more; that the log can't be written, later steps say."""
+        """End a request whose outputs nobody waits for any more; a log that can't be written shows in the next step."""
         with suppress(UnwritableError):
             self._end(request_id, None, FinishReason.ABORT)
         self._drop_undone(request_id)
