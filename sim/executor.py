@@ -10,7 +10,7 @@ from paged.core.plan import SAMPLE, Started, StepPlan, StepResult
 from paged.sim.latency import LatencyModel
 from paged.sim.shape import StepShape
 
-# Named tuples made without the call of their own constructors, which costs three times as much, for every step.
+# Makes named tuples without their own constructors, whose calls would show in every step (benchmarks/trace_hour.py).
 _new = tuple.__new__
 
 NEVER = 1 << 62
