@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from paged.core.json_files import read_json
+from paged.core.json_files import read_json_object
 from paged.core.request import PROMPT_FORMS, check_messages
 
 
@@ -37,7 +37,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
         config = folder / "tokenizer_config.json"
-        self._config = read_json(config) if config.is_file() else {}
+        self._config = read_json_object(config) if config.is_file() else {}
         self._template_text = _chat_template(folder, self._config)
         self._folder = folder
 
