@@ -12,8 +12,8 @@ from omegaconf import MISSING, DictConfig
 from paged.config.calibrate import CalibratedSchema
 from paged.config.convert import Root
 from paged.config.groups import (
-    LATENCIES,
-    POLICIES,
+    LATENCY_SCHEMAS,
+    POLICY_SCHEMAS,
     ConstantSchema,
     DeploymentSchema,
     HardwareSchema,
@@ -22,7 +22,7 @@ from paged.config.groups import (
     RooflineSchema,
     with_given_sources,
 )
-from paged.config.workloads import WORKLOADS
+from paged.config.workloads import WORKLOAD_SCHEMAS
 from paged.core.limits import SchedulerConfig
 from paged.core.memory import GIB, Deployment
 from paged.core.policy import Policy
@@ -65,9 +65,9 @@ ROOT: Final = Root(
         "model": ModelSchema,
         "hardware": HardwareSchema,
         "memory": MemorySchema,
-        "policy": POLICIES,
-        "workload": WORKLOADS,
-        "latency": {**LATENCIES, "calibrated": CalibratedSchema},
+        "policy": POLICY_SCHEMAS,
+        "workload": WORKLOAD_SCHEMAS,
+        "latency": {**LATENCY_SCHEMAS, "calibrated": CalibratedSchema},
     },
 )
 

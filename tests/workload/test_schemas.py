@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from paged.app import main
 from paged.config.convert import conf_folder
 from paged.config.run import run_config
-from paged.config.workloads import WORKLOADS
+from paged.config.workloads import WORKLOAD_SCHEMAS
 from paged.outcome import UserError
 from paged.workload.job import SIZED, SizedWorkload, Workload
 from paged.workload.lengths import Empirical, Fixed, LogNormal, Pareto, Uniform
@@ -31,8 +31,8 @@ def built(*overrides: str) -> Workload:
 
 
 def test_every_entry_has_a_file_and_a_schema() -> None:
-    assert {path.stem for path in (CONF / "workload").glob("*.yaml")} == WORKLOADS.keys()
-    assert {*SIZED, "arithmetic", "prompts"} == WORKLOADS.keys()
+    assert {path.stem for path in (CONF / "workload").glob("*.yaml")} == WORKLOAD_SCHEMAS.keys()
+    assert {*SIZED, "arithmetic", "prompts"} == WORKLOAD_SCHEMAS.keys()
 
 
 @pytest.mark.parametrize("name", SIZED)
