@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 
+from paged.kernels.choices import MODES, check_choices
 from paged.kernels.exponential import COEFFICIENTS, SHORT_BITS, SHORT_COEFFICIENTS
-
-MODES = ("invariant", "fast")
-REDUCE_DTYPES = ("model", "float32")
 
 KERNEL_ORDERS = 1
 """Counts up when a kernel for the card forms a sum in another order than before."""
@@ -52,16 +50,13 @@ class Numerics:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype must be one of {', '.join(REDUCE_DTYPES)}, not {self.reduce_dtype!r}")
-        for name in ("gemm_rows", "bmm_items", "kv_tile", "kv_split", "k_segments", "gemm_columns", "head_rows"):
+        check_choices(self.k_segments, self.reduce_dtype)
+        for name in ("gemm_rows", "bmm_items", "kv_tile", "kv_split", "gemm_columns", "head_rows"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
         if self.kv_split % self.kv_tile:
             raise ValueError(f"kv_split must be a multiple of kv_tile {self.kv_tile}, not {self.kv_split}")
-        if self.k_segments & (self.k_segments - 1):
-            raise ValueError(f"k_segments must be a power of two, not {self.k_segments}")
 
     @property
     def is_invariant(self) -> bool:

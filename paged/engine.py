@@ -20,13 +20,13 @@ from paged.consensus import Leader
 from paged.core.model_spec import ModelSpec
 from paged.core.plan import Executor
 from paged.core.prompt import Prompt
-from paged.core.request import Request, SamplingParams, sample_seed
+from paged.core.request import Request, SamplingParams, check_ids, sample_seed
 from paged.core.scheduler import Scheduler
 from paged.core.sharding import check_k_segments, check_tp
 from paged.engine_config import EngineConfig, position_limit, resolve_device
 from paged.engine_parts import Blueprint, build_parts, warm_up
 from paged.engine_ranks import build_with_ranks
-from paged.intake import Prompts, check_ids, is_output_len, params_list, prompt_ids, prompt_list
+from paged.intake import Prompts, is_output_len, params_list, prompt_ids, prompt_list
 from paged.interrupts import DeferredInterrupt
 from paged.loop import Loop
 from paged.model.locate import checkpoint_folder, find_model

@@ -8,21 +8,19 @@ from typing import Any
 
 import torch
 
-from paged.core.checks import check_whole, is_positive
-from paged.core.limits import SchedulerConfig
+from paged.core.checks import check_timeout, check_whole, is_positive
+from paged.core.limits import SchedulerConfig, limits_on
 from paged.core.memory import FP8, kv_token_bytes, num_blocks_in
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import POLICIES, Fifo, Policy, num_blocks_for
-from paged.kernels.numerics import MODES, Numerics
+from paged.kernels.choices import MODES
+from paged.kernels.numerics import Numerics
 from paged.model.decoder import TORCH_DTYPES
 
 KV_DTYPES = {**TORCH_DTYPES, **dict.fromkeys(FP8, torch.float8_e4m3fn)}
 
 # The pool of an engine on the CPU that is not told how many blocks to have.
 CPU_POOL_BYTES = 2 << 30
-
-# A year: what clocks and sockets take.
-MOST_TIMEOUT_S = 31_536_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +88,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         check_whole("tp", self.tp, 1)
-        if not is_positive(self.tp_timeout_s) or not 0.1 <= self.tp_timeout_s <= MOST_TIMEOUT_S:
-            raise ValueError(f"tp_timeout_s must be 0.1 to {MOST_TIMEOUT_S}, not {self.tp_timeout_s!r}")
+        check_timeout("tp_timeout_s", self.tp_timeout_s)
         self.build_numerics()
         if isinstance(self.policy, str) and self.policy in POLICIES:
             object.__setattr__(self, "policy", POLICIES[self.policy]())
@@ -123,14 +120,9 @@ class EngineConfig:
         """This configuration with a device's numbers for ``depth``, ``max_step_tokens`` and ``chunk_size``."""
         if None not in (self.depth, self.max_step_tokens, self.chunk_size):
             return self
-        on_gpu = device.type == "cuda"
-        depth, max_step_tokens, chunk_size = self.depth, self.max_step_tokens, self.chunk_size
-        if depth is None:
-            depth = 2 if on_gpu else 1
-        if max_step_tokens is None:
-            max_step_tokens = 8192 if on_gpu else 2048
-        if chunk_size is None:
-            chunk_size = max_step_tokens if on_gpu else 512
+        depth, max_step_tokens, chunk_size = limits_on(
+            device.type == "cuda", self.depth, self.max_step_tokens, self.chunk_size
+        )
         return replace(self, depth=depth, max_step_tokens=max_step_tokens, chunk_size=chunk_size)
 
     def build_numerics(self) -> Numerics:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Final, TypeGuard
+
+MOST_TIMEOUT_S: Final = 31_536_000
+"""A year: what clocks and sockets take."""
 
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -20,6 +24,12 @@ def check_number(name: str, value: object, low: float, high: float, *, open_low:
         raise ValueError(f"{name} must be a number {allowed}, not {value!r}")
 
 
-def is_positive(value: object) -> bool:
+def check_timeout(name: str, value: object) -> None:
+    """Refuse, as a ``ValueError``, what is no time that ranks can wait for each other, in seconds."""
+    if not is_positive(value) or not 0.1 <= value <= MOST_TIMEOUT_S:
+        raise ValueError(f"{name} must be 0.1 to {MOST_TIMEOUT_S}, not {value!r}")
+
+
+def is_positive(value: object) -> TypeGuard[int | float]:
     """Whether ``value`` is a number above 0 that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

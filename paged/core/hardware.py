@@ -71,6 +71,11 @@ class Hardware:
     host_seq_us: Figure
     pool_gib: Figure | None = None
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU: the engine sizes its pool by the memory of cards alone."""
+        return self.pool_gib is not None
+
     def figures(self) -> dict[str, Figure | AllReduceTable]:
         """Every figure that is there, by its name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -82,3 +82,16 @@ class SchedulerConfig:
             raise ValueError(f"{wish} can never fit the cache, {pool}")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
+
+
+def limits_on(
+    on_gpu: bool, depth: int | None, max_step_tokens: int | None, chunk_size: int | None
+) -> tuple[int, int, int]:
+    """``depth``, ``max_step_tokens`` and ``chunk_size`` with a GPU's numbers, or a CPU's, in place of None."""
+    if depth is None:
+        depth = 2 if on_gpu else 1
+    if max_step_tokens is None:
+        max_step_tokens = 8192 if on_gpu else 2048
+    if chunk_size is None:
+        chunk_size = max_step_tokens if on_gpu else 512
+    return depth, max_step_tokens, chunk_size

@@ -36,6 +36,14 @@ _MAX_UTILIZATION: Final = 0.98
 _MAX_TP: Final = 64
 
 
+def check_gib(weights_gib: float | None, activation_gib: float, context_gib: float) -> None:
+    """Refuse, as a ``ValueError`` that names the config's key, what is no amount of memory."""
+    given = {"weights_gib": weights_gib, "activation_gib": activation_gib, "context_gib": context_gib}
+    for name, value in given.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"memory.{name} must be a number, at least 0, not {value}")
+
+
 def kv_token_bytes(spec: ModelSpec, kv_dtype: str, tp: int = 1) -> int:
     """Bytes that one token's keys and values, with their scales, take on one of ``tp`` ranks."""
     token_bytes = spec.kv_bytes_per_token(KV_DTYPE_BYTES[kv_dtype], tp)
@@ -155,10 +163,7 @@ class Deployment:
             check_whole(name, getattr(self, name), 1)
         if not 0 < self.utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.utilization}")
-        for name in ("weights_gib", "activation_gib", "context_gib"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"memory.{name} must be a number, at least 0, not {value}")
+        check_gib(self.weights_gib, self.activation_gib, self.context_gib)
         check_tp(self.spec, self.tp)
 
     @property

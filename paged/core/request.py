@@ -116,6 +116,20 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
+def check_ids(params: SamplingParams, vocab_size: int | None) -> None:
+    """Refuse token ids and numbers of tokens that a vocabulary of ``vocab_size`` does not have; None: any will do."""
+    if vocab_size is None:
+        return
+    biased = [token_id for token_id, _ in params.biases]
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", biased)):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise ValueError(f"{name} holds {token_id}, outside the vocabulary, 0 to {vocab_size - 1}")
+    for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if number is not None and number > vocab_size:
+            raise ValueError(f"{name} must be at most the vocabulary's size, {vocab_size}, not {number}")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sample to generate: the unit that the scheduler admits, preempts and finishes.
