@@ -76,7 +76,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     base = Path.cwd()
     if resumed:
         cfg, base = _saved_config(cfg, folder, overrides)
-    config = run_config(cfg)
+    config = run_config(cfg, overrides)
     try:
         model = _local_model(config.model, base)
         with _owned(folder, "resume" if resumed else folder_key()):

@@ -54,6 +54,18 @@ FIGURES: Final = (
 )
 """What the table of a sweep shows."""
 
+ONLY_OF_A_RUN: Final = (
+    "solved",
+    "startup_s",
+    "peak_device_bytes",
+    "peak_device_bytes_by_rank",
+    "memory",
+    "device",
+    "numerics_id",
+    "resumed",
+)
+"""Names of a run's summary for which a simulation has nothing: it samples nothing, and has no device."""
+
 _NO_REPLAY_IN_SWEEP: Final = "replay must not be given in a sweep: replay one run's folder at a time"
 
 
@@ -211,7 +223,8 @@ def _run(config: SimConfig, setting: Setting, folder: Path) -> _Outcome:
                     logger.warning("the workload does not depend on the seed: it is simulated once, not seeds times")
                     break
             try:
-                record = simulate(jobs, Scheduler(setting.limits, config.policy), setting.latency, on_progress=tell)
+                scheduler = Scheduler(setting.limits, config.policy)
+                record = simulate(jobs, scheduler, setting.latency, params=config.sampling, on_progress=tell)
             except ValueError as error:
                 raise UserError(error) from error
             except RuntimeError as error:
@@ -239,7 +252,7 @@ def _jobs(config: SimConfig, index: int) -> list[Job]:
     return jobs
 
 
-def _shape(job: Job) -> tuple[float, int, int, int]:
+def _shape(job: Job) -> tuple[float, int, int, int | None]:
     """What of a job the simulation depends on, but for which prompts are shared."""
     return job.arrival_s, len(job.prompt), job.output_len, job.max_tokens
 
@@ -259,12 +272,17 @@ def _copy_inputs(config: SimConfig, folder: Path) -> None:
 
 
 def _facts(config: SimConfig, setting: Setting, num_seeds: int) -> dict[str, Any]:
-    """What the numbers of a summary rest on."""
+    """What the numbers of a summary rest on, and null for what a run's summary has and a simulation has not."""
     first = getattr(config.workload, "seed", 0) + config.scalars.seed
     facts: dict[str, Any] = {
         "title": config.title,
         "num_blocks": setting.limits.num_blocks,
         "block_size": setting.limits.block_size,
+        "tp": config.deployment.tp,
+        "depth": setting.limits.depth,
+        "max_step_tokens": setting.limits.max_step_tokens,
+        "chunk_size": setting.limits.chunk_size,
+        **dict.fromkeys(ONLY_OF_A_RUN),
         "seeds": list(range(first, first + num_seeds)),
         "assumed": _assumed(config),
         "notes": list(setting.notes),

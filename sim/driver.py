@@ -12,7 +12,7 @@ from typing import Any
 import simpy
 
 from paged.core.plan import StepPlan
-from paged.core.request import Request, SamplingParams
+from paged.core.request import Request, SamplingParams, check_ids
 from paged.core.scheduler import Finished, Scheduler
 from paged.sim.executor import SimExecutor
 from paged.sim.latency import LatencyModel
@@ -30,7 +30,12 @@ _SECONDS_PER_CALL = 0.2
 
 
 def simulate(
-    jobs: Iterable[Job], scheduler: Scheduler, latency: LatencyModel, *, on_progress: Progress | None = None
+    jobs: Iterable[Job],
+    scheduler: Scheduler,
+    latency: LatencyModel,
+    *,
+    params: SamplingParams | None = None,
+    on_progress: Progress | None = None,
 ) -> SimRecord:
     """Run `jobs` through `scheduler` on a simulated clock.
 
@@ -42,6 +47,8 @@ def simulate(
         jobs: in order of arrival.
         scheduler: fresh, with the limits and the policy to try.
         latency: how long steps take.
+        params: of the jobs that have none of their own; None for the defaults. Nothing is sampled: of them only
+            `prompt_logprobs` decides anything, and ids outside the vocabulary are refused.
         on_progress: told a few times a second.
 
     Returns:
@@ -53,16 +60,19 @@ def simulate(
         RuntimeError: nothing makes progress any more, or a step has no sensible time.
         ValueError: the latency model refuses a step.
     """
-    return _Simulation(scheduler, latency, on_progress).run(list(jobs))
+    return _Simulation(scheduler, latency, params or SamplingParams(), on_progress).run(list(jobs))
 
 
 class _Simulation:
     """One run: what arrived and waits to be taken in, and the record that grows."""
 
-    def __init__(self, scheduler: Scheduler, latency: LatencyModel, on_progress: Progress | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, latency: LatencyModel, params: SamplingParams, on_progress: Progress | None
+    ) -> None:
         config = scheduler.config
         self.scheduler = scheduler
         self.latency = latency
+        self.params = params
         self.on_progress = on_progress
         self.record = SimRecord(config.num_blocks, config.block_size)
         self.index_of: dict[tuple[str, int], int] = {}
@@ -164,12 +174,15 @@ class _Simulation:
 
     def _take_in(self) -> None:
         """Hand what has arrived to the scheduler; what it refuses is closed with the reason."""
-        record, inbox = self.record, self.inbox
+        record, inbox, limits = self.record, self.inbox, self.scheduler.config
         while inbox:
             job = inbox.popleft()
-            request = Request(job.id, 0, job.prompt, _PARAMS, 0, job.max_tokens, job.output_len)
-            index = record.add_request(request.key, job.arrival_s, len(job.prompt), job.max_tokens)
+            params = job.params or self.params
+            max_tokens = limits.max_tokens_for(len(job.prompt), job.max_tokens)
+            request = Request(job.id, 0, job.prompt, params, 0, max_tokens, job.output_len)
+            index = record.add_request(request.key, job.arrival_s, len(job.prompt), max_tokens)
             try:
+                check_ids(params, limits.vocab_size)
                 self.scheduler.add((request,))
             except ValueError as error:
                 record.refuse(index, str(error))
@@ -218,7 +231,3 @@ class _Simulation:
             for request_id, sample in list(self.index_of):
                 self._finish(self.scheduler.abort(request_id, sample), self.record.end_s)
             raise
-
-
-# Nothing is sampled, so nothing of it matters but that no prompt is scored.
-_PARAMS = SamplingParams()

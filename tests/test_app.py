@@ -121,7 +121,7 @@ def test_hydras_help_and_config_are_there(cli: Cli) -> None:
     code, out, _ = cli("--help")
     assert code == 0
     assert "policy: fifo, forecast, reserve, watermark" in out
-    assert "Groups of this command: model, numerics, policy, workload, experiment." in out
+    assert "Groups of this command: model, numerics, policy, workload, hardware, latency, experiment." in out
     code, out, _ = cli("--cfg", "job", "block_size=8")
     assert code == 0
     assert "block_size: 8" in out

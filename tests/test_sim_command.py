@@ -161,7 +161,7 @@ def calibration_file(folder: Path, **facts: Any) -> Path:
     """A calibration of decode steps of at most 8 sequences, 10 ms each, in a pool of 4,096 tokens."""
     bounds = {**dict.fromkeys(StepShape._fields, (0, 10_000)), "num_seqs": (1, 8)}
     known = {"model": "Goedel-Prover-V2-8B", "dtype": "bfloat16", "kv_dtype": "bfloat16", "tp": 4}
-    known |= {"device": "NVIDIA A10G", "numerics": "fast"}
+    known |= {"device": "NVIDIA A10G", "numerics": "invariant"}
     calibration = Calibration(
         name="made up",
         coefficients={"step": 0.01},
@@ -195,7 +195,7 @@ def test_calibrated_steps_in_the_measured_pool(cli: Cli, tmp_path: Path) -> None
     assert 0 < summary["outside_range"]["share"] < 1
     step_times, pool, outside = summary["notes"]
     assert step_times == (
-        "step times are those of made up: numerics fast; hardware NVIDIA A10G; "
+        "step times are those of made up: numerics invariant; hardware NVIDIA A10G; "
         "held-out steps off by 10.0% in the median"
     )
     assert pool == (
@@ -214,6 +214,8 @@ def test_calibrated_steps_in_the_measured_pool(cli: Cli, tmp_path: Path) -> None
     [
         ({"model": "tiny"}, (), "model tiny (here Goedel-LM/Goedel-Prover-V2-8B)"),
         ({"tp": 1}, (), "tp 1 (here 4)"),
+        ({"numerics": "fast"}, (), "numerics fast (here invariant)"),
+        ({}, ("numerics=fast",), "numerics invariant (here fast)"),
         ({}, ("tp=2",), "tp 4 (here 2)"),
         ({"dtype": "float16"}, (), "dtype float16 (here bfloat16)"),
         ({"kv_dtype": "fp8"}, (), "kv_dtype fp8 (here bfloat16)"),
@@ -368,7 +370,10 @@ def test_a_replay_uses_the_latency_of_an_experiment(cli: Cli, real: Path, tmp_pa
 
 @pytest.mark.parametrize(
     "override",
-    ["policy=watermark", "policy=fifo", "num_blocks=5", "workload.seed=3", "seed=1", "memory.activation_gib=2"],
+    [
+        *("policy=watermark", "policy=fifo", "num_blocks=5", "workload.seed=3", "seed=1", "memory.activation_gib=2"),
+        *("numerics=fast", "sampling.n=1", "weights=dummy"),
+    ],
 )
 def test_a_replay_refuses_what_it_has_no_use_for(override: str, cli: Cli, real: Path) -> None:
     code, out, err = cli(f"replay={real}", override)
@@ -502,7 +507,10 @@ def test_refusals_in_a_sweep_are_rows_that_say_why(cli: Cli) -> None:
         (["num_blocks=0"], "num_blocks must be a whole number, at least 1, not 0"),
         (["tp=3"], "tp must divide num_attention_heads 32"),
         (["optimize=ttft"], "optimize must be a number of the summary, not 'ttft'; did you mean ttft_s.mean?"),
-        (["sampling.n=8"], "sim takes no sampling.*; use workload.num_samples"),
+        (["sampling.n=8"], "sampling.n must be 1 beside this workload, whose samples have their own number, lengths"),
+        (["device=cpu"], "device must be auto or cuda beside hardware a10g, not cpu"),
+        (["hardware=cpu", "device=cuda"], "device must be auto or cpu beside hardware cpu, not cuda"),
+        (["sampling=5"], "sampling must hold keys and values, not 5"),
         (["num_prompts=500"], "num_prompts is not a key of this config; did you mean workload.num_prompts?"),
         (["workload.n=8"], "workload.n is not a key of this config; did you mean workload.num_samples?"),
         (

@@ -6,8 +6,8 @@ import difflib
 import importlib
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -34,10 +34,14 @@ class Root:
     Attributes:
         scalars: schema of the keys that are no groups.
         groups: the schema of each key that holds keys; of a group whose entries differ, the schema by entry's `name`.
+        optional: groups that need not be there, because the command only checks them.
+        ignored: schema of scalars that only another command reads, and that an experiment may have all the same.
     """
 
     scalars: type
     groups: Mapping[str, type | Mapping[str, type]]
+    optional: Collection[str] = ()
+    ignored: type | None = None
 
     def read(self, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
         """The object of `scalars` and, by key, those of the groups' schemas.
@@ -56,11 +60,14 @@ class Root:
             raise UserError(f"{_experiment()} must begin with {line}")
         groups: dict[str, Any] = {}
         for key, schema in self.groups.items():
+            if key in self.optional and values.get(key) is None:
+                continue
             if isinstance(schema, Mapping):
                 groups[key] = _choose(schema, values, key)
             else:
                 groups[key] = _convert(schema, _group(values, key), f"{key}.")
-        return _convert(self.scalars, values, "", others=tuple(self.groups)), groups
+        ignored = () if self.ignored is None else _check_given(self.ignored, values)
+        return _convert(self.scalars, values, "", others=(*self.groups, *ignored)), groups
 
     def keys(self) -> list[str]:
         """Every key that some config of the command has, dotted."""
@@ -87,8 +94,8 @@ _OTHER_NAMES: Final = {
     "n": "num_samples",
 }
 """What other programs call a key of ours."""
-_INSTEAD: Final = {"sampling.n": ("workload.num_samples",), "sampling.max_tokens": ("workload.cap",)}
-"""What a command without a group of `run` has in place of some of its keys."""
+_RUN_AND_SIM: Final = {"run": "sim", "sim": "run"}
+"""The commands that take the same description, but for a few keys of their own."""
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -175,7 +182,10 @@ def _unknown_key(error: Exception, key: str, command: str) -> str:
     root = key.rpartition(".")[0]
     group = key.partition(".")[0]
     if group in _root("run").groups and group not in known:
-        return _not_taken(key, command)
+        return f"{command} takes no {group}{'.*' if '.' in key else ''}"
+    other = _RUN_AND_SIM.get(command)
+    if other is not None and key in {each.name for each in fields(_root(other).scalars)} - set(known):
+        return f"{command} takes no {key}, which only {other} reads"
     # The key of another program, or one that is a level further down.
     meant = {key, _OTHER_NAMES.get(key, key)}
     deeper = [name for name in known if name in meant or (not root and name.rpartition(".")[2] in meant)]
@@ -253,13 +263,6 @@ def _wanted_in(schema: type, path: list[str]) -> str | None:
     return None if path[1:] else f"be {found.metadata.get(GIVEN) or _allowed(hint)}"
 
 
-def _not_taken(key: str, command: str) -> str:
-    """A sentence for a key of a group that `run` has and `command` has not."""
-    group, known = key.partition(".")[0], known_keys(command)
-    use = [name for name in _INSTEAD.get(key, ()) if name in known]
-    return f"{command} takes no {group}{'.*' if '.' in key else ''}{f'; use {use[0]}' if use else ''}"
-
-
 def _dotted(schema: type, prefix: str) -> Iterator[str]:
     """The keys of a schema and of those inside it."""
     hints = typing.get_type_hints(schema)
@@ -319,6 +322,14 @@ def _convert(schema: type, values: Mapping[str, Any], prefix: str, others: tuple
         if OmegaConf.is_missing(target, key):
             raise UserError(f"{prefix}{key} must be given: {given[key] or _allowed(hints[key])}")
     return OmegaConf.to_object(target)
+
+
+def _check_given(schema: type, values: Mapping[str, Any]) -> list[str]:
+    """The keys of a schema that are there, once their values have been checked; none has to be."""
+    hints = {key: hint for key, hint in typing.get_type_hints(schema).items() if key in values}
+    given = make_dataclass(schema.__name__, [(key, hint, MISSING) for key, hint in hints.items()])
+    _convert(given, {key: values[key] for key in hints}, "")
+    return list(hints)
 
 
 def _inner(hint: Any) -> type | None:

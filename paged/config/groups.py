@@ -1,4 +1,7 @@
-"""Schemas that several commands share: the groups but `workload`, sampling, and the scalars of engine and pool."""
+"""Schemas that several commands share: the groups but `workload`, sampling, and the scalars of engine and pool.
+
+`run` and `sim` take the same description. What only one of them reads is checked by the other all the same, here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,13 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 from omegaconf import MISSING, DictConfig, open_dict
 
 from paged.config.convert import GIVEN, nearest
-from paged.core.checks import check_whole
+from paged.core.checks import check_timeout, check_whole
 from paged.core.config_json import CONFIG_FIELDS
 from paged.core.hardware import AllReduceTable, Figure, Hardware
-from paged.core.memory import Deployment
+from paged.core.memory import Deployment, check_gib
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Forecast, Policy, Reserve, Watermark
-from paged.core.sharding import check_tp
+from paged.core.request import SamplingParams
+from paged.core.sharding import check_k_segments, check_tp
+from paged.kernels.choices import check_choices
 from paged.model.locate import find_model
 from paged.outcome import InfeasibleError
 
@@ -181,11 +186,27 @@ def with_given_sources(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 @dataclass(slots=True, kw_only=True)
 class NumericsSchema:
-    """An entry of the group `numerics`; `Numerics` says what its constants mean and checks them."""
+    """An entry of the group `numerics`; `Numerics` says what its constants mean."""
 
     name: str = MISSING
     k_segments: int = MISSING
     reduce_dtype: str = MISSING
+
+    def check(self, spec: ModelSpec, tp: int) -> None:
+        """Refuse, without torch, what an engine of `tp` ranks would refuse.
+
+        Raises:
+            ValueError: a constant is none that can be chosen.
+            InfeasibleError: the model's products can't be cut into `k_segments`.
+        """
+        try:
+            check_choices(self.k_segments, self.reduce_dtype)
+        except ValueError as error:
+            raise ValueError(f"numerics.{error}") from error
+        try:
+            check_k_segments(spec, tp, self.k_segments)
+        except ValueError as error:
+            raise InfeasibleError(f"numerics.{error}") from error
 
 
 class Victim(Enum):
@@ -241,7 +262,7 @@ class ForecastSchema(FifoSchema):
 
 @dataclass(slots=True, kw_only=True)
 class SamplingSchema:
-    """The key `sampling`: the fields of SamplingParams, which checks their values."""
+    """The key `sampling`: the fields of SamplingParams, which says what they mean."""
 
     n: int = MISSING
     max_tokens: int | None = MISSING
@@ -260,29 +281,14 @@ class SamplingSchema:
     repetition_penalty: float = MISSING
     logit_bias: dict[int, float] | None = MISSING
 
-
-@dataclass(slots=True, kw_only=True)
-class EngineSchema:
-    """The scalars that the engine is built with; EngineConfig checks their ranges."""
-
-    tp: int = MISSING
-    verify: bool = MISSING
-    tp_timeout_s: float = MISSING
-    dtype: str | None = MISSING
-    kv_dtype: str | None = MISSING
-    block_size: int = MISSING
-    num_blocks: int | None = MISSING
-    max_num_seqs: int = MISSING
-    max_step_tokens: int | None = MISSING
-    chunk_size: int | None = MISSING
-    max_seq_len: int | None = MISSING
-    allow_long_context: bool = MISSING
-    gpu_memory_utilization: float = MISSING
-    depth: int | None = MISSING
-    seed: int = MISSING
-    device: Device = MISSING
-    weights: Weights = MISSING
-    prefix_reuse: bool = MISSING
+    def build(self) -> SamplingParams:
+        """The parameters; raises ``ValueError`` for a value out of range."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        try:
+            # In YAML it is null: Hydra would merge an override into a mapping instead of setting it.
+            return SamplingParams(**{**given, "logit_bias": given["logit_bias"] or {}})
+        except ValueError as error:
+            raise ValueError(f"sampling.{error}") from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,6 +298,10 @@ class MemorySchema:
     weights_gib: float | None = MISSING
     activation_gib: float = MISSING
     context_gib: float = MISSING
+
+    def check(self) -> None:
+        """Refuse, as a ``ValueError``, what is no amount of memory."""
+        check_gib(self.weights_gib, self.activation_gib, self.context_gib)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -339,6 +349,45 @@ class DeploymentSchema:
 
 
 @dataclass(slots=True, kw_only=True)
+class EngineSchema(DeploymentSchema):
+    """The scalars that an engine is built with, for `run` and `sim` alike; EngineConfig checks their ranges.
+
+    `sim` computes nothing: to it `verify`, `tp_timeout_s`, `weights` and, beside `hardware`, `device` say nothing.
+    """
+
+    verify: bool = MISSING
+    tp_timeout_s: float = MISSING
+    num_blocks: int | None = MISSING
+    max_step_tokens: int | None = MISSING
+    chunk_size: int | None = MISSING
+    depth: int | None = MISSING
+    seed: int = MISSING
+    device: Device = MISSING
+    weights: Weights = MISSING
+    prefix_reuse: bool = MISSING
+
+    def check(self, hardware: Hardware) -> None:
+        """Refuse, as a ``ValueError``, a timeout out of range and a device that is not the hardware's."""
+        check_timeout("tp_timeout_s", self.tp_timeout_s)
+        kind = Device.cpu if hardware.is_cpu else Device.cuda
+        if self.device not in (Device.auto, kind):
+            raise ValueError(
+                f"device must be auto or {kind.value} beside hardware {hardware.name}, not {self.device.value}"
+            )
+
+
+# Without slots, because a class can't have two bases with slots.
+@dataclass(kw_only=True)
+class ReportSchema:
+    """The scalars that say how `sim` tells what it found; an experiment that has them serves `run` as well."""
+
+    seeds: int = MISSING
+    optimize: str = MISSING
+    plots: bool = MISSING
+    trace_file: bool = MISSING
+
+
+@dataclass(slots=True, kw_only=True)
 class RooflineSchema:
     """`latency=roofline`."""
 
@@ -366,12 +415,16 @@ class ConstantSchema:
     name: str = MISSING
     seconds: float = MISSING
 
-    def build(self, deployment: Deployment) -> LatencyModel:
-        """The latency model, the same for every deployment; raises ``ValueError`` for seconds out of range."""
-        from paged.sim.latency import Constant
-
+    def check(self) -> None:
+        """Refuse, as a ``ValueError``, seconds out of range."""
         if not 0 < self.seconds < math.inf:
             raise ValueError(f"latency.seconds must be above 0, not {self.seconds}")
+
+    def build(self, deployment: Deployment) -> LatencyModel:
+        """The latency model, the same for every deployment; raises ``ValueError`` as `check` does."""
+        from paged.sim.latency import Constant
+
+        self.check()
         return Constant(self.seconds)
 
 

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from omegaconf import MISSING, DictConfig
 
+from paged.config.calibrate import CalibratedSchema
 from paged.config.convert import Root
-from paged.config.groups import NUMERICS_SCHEMAS, POLICY_SCHEMAS, EngineSchema, ModelSchema, SamplingSchema
+from paged.config.groups import (
+    LATENCY_SCHEMAS,
+    NUMERICS_SCHEMAS,
+    POLICY_SCHEMAS,
+    ConstantSchema,
+    EngineSchema,
+    HardwareSchema,
+    MemorySchema,
+    ModelSchema,
+    ReportSchema,
+    SamplingSchema,
+    given_keys,
+)
 from paged.config.workloads import WORKLOAD_SCHEMAS, check_sampling
 from paged.core.model_spec import ModelSpec
 from paged.core.request import SamplingParams
 from paged.outcome import UserError
 from paged.workload.job import Workload
+
+logger = logging.getLogger(__name__)
 
 RESUMABLE_KEYS: Final = (
     "block_size",
@@ -50,7 +66,12 @@ ROOT: Final = Root(
         "policy": POLICY_SCHEMAS,
         "workload": WORKLOAD_SCHEMAS,
         "sampling": SamplingSchema,
+        "hardware": HardwareSchema,
+        "memory": MemorySchema,
+        "latency": {**LATENCY_SCHEMAS, "calibrated": CalibratedSchema},
     },
+    optional=("hardware", "memory", "latency"),
+    ignored=ReportSchema,
 )
 
 
@@ -79,20 +100,19 @@ def with_key(error: Exception) -> str:
     return f"numerics.{text}" if text.startswith(NUMERICS_FIELDS) else text
 
 
-def run_config(cfg: DictConfig) -> RunConfig:
-    """The frozen objects that a composed `run` config describes.
+def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
+    """The frozen objects that a composed `run` config describes, some of it by `overrides`.
+
+    What only `sim` reads is checked, and not in them.
 
     Raises:
         UserError: naming the key and what is allowed.
     """
     scalars, groups = ROOT.read(cfg)
+    if unused := [each.name for each in fields(ReportSchema) if each.name in cfg]:
+        logger.info("not used of the experiment, because only sim reads it: %s", ", ".join(unused))
     try:
-        given = {field.name: getattr(groups["sampling"], field.name) for field in fields(SamplingSchema)}
-        # In YAML it is null: Hydra would merge an override into a mapping instead of setting it.
-        params = SamplingParams(**{**given, "logit_bias": given["logit_bias"] or {}})
-    except ValueError as error:
-        raise UserError(f"sampling.{error}") from error
-    try:
+        params = groups["sampling"].build()
         model = groups["model"]
         engine = {field.name: getattr(scalars, field.name) for field in fields(EngineSchema)}
         numerics = groups["numerics"]
@@ -101,7 +121,18 @@ def run_config(cfg: DictConfig) -> RunConfig:
         engine |= {"device": scalars.device.value, "weights": scalars.weights.value}
         spec = model.build(scalars.max_seq_len)
         workload = groups["workload"].build()
-        check_sampling(workload, params)
+        check_sampling(workload, params, given_keys(overrides))
+        _check_prediction(groups)
         return RunConfig(model=model.path, spec=spec, engine=engine, sampling=params, workload=workload)
     except ValueError as error:
         raise UserError(error) from error
+
+
+def _check_prediction(groups: Mapping[str, Any]) -> None:
+    """Refuse, as a ``ValueError``, what `sim` would refuse of the groups that only it reads."""
+    if "hardware" in groups:
+        groups["hardware"].build()
+    if "memory" in groups:
+        groups["memory"].check()
+    if isinstance(groups.get("latency"), ConstantSchema):
+        groups["latency"].check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,19 +13,24 @@ from paged.config.calibrate import CalibratedSchema
 from paged.config.convert import Root
 from paged.config.groups import (
     LATENCY_SCHEMAS,
+    NUMERICS_SCHEMAS,
     POLICY_SCHEMAS,
     ConstantSchema,
-    DeploymentSchema,
+    EngineSchema,
     HardwareSchema,
     MemorySchema,
     ModelSchema,
+    ReportSchema,
     RooflineSchema,
+    SamplingSchema,
+    given_keys,
     with_given_sources,
 )
-from paged.config.workloads import WORKLOAD_SCHEMAS
-from paged.core.limits import SchedulerConfig
+from paged.config.workloads import WORKLOAD_SCHEMAS, check_sampling
+from paged.core.limits import SchedulerConfig, limits_on
 from paged.core.memory import GIB, Deployment
 from paged.core.policy import Policy
+from paged.core.request import SamplingParams
 from paged.outcome import InfeasibleError, UserError
 from paged.run_facts import differences, model_name
 from paged.sim.calibration import CALIBRATION_FILE, Calibrated, Calibration, Provenance
@@ -33,9 +38,12 @@ from paged.sim.latency import LatencyModel
 from paged.sim.report import SCALARS
 from paged.sim.sweep import Goal
 from paged.workload.job import InputFiles, Workload
+from paged.workload.prompts import PromptsWorkload
 
 PREDICTED_KEYS: Final = ("model", "tp", "dtype", "kv_dtype", "hardware")
-"""What step times hang on, beside `latency` itself."""
+"""What predicted step times hang on, beside `latency` itself."""
+MEASURED_KEYS: Final = (*PREDICTED_KEYS, "numerics")
+"""What measured step times hang on."""
 REPLAY_KEYS: Final = ("replay", "experiment", "latency", *PREDICTED_KEYS)
 """What a replay has a use for: all else it takes from the run."""
 
@@ -43,19 +51,9 @@ _MOST_SEEDS: Final = 1000
 
 
 @dataclass(slots=True, kw_only=True)
-class SimSchema(DeploymentSchema):
+class SimSchema(EngineSchema, ReportSchema):
     """All scalars of `conf/sim.yaml`."""
 
-    num_blocks: int | None = MISSING
-    max_step_tokens: int = MISSING
-    chunk_size: int = MISSING
-    depth: int = MISSING
-    prefix_reuse: bool = MISSING
-    seed: int = MISSING
-    seeds: int = MISSING
-    optimize: str = MISSING
-    plots: bool = MISSING
-    trace_file: bool = MISSING
     replay: str | None = MISSING
 
 
@@ -63,6 +61,8 @@ ROOT: Final = Root(
     scalars=SimSchema,
     groups={
         "model": ModelSchema,
+        "numerics": NUMERICS_SCHEMAS,
+        "sampling": SamplingSchema,
         "hardware": HardwareSchema,
         "memory": MemorySchema,
         "policy": POLICY_SCHEMAS,
@@ -98,6 +98,8 @@ class SimConfig:
         scalars: the keys that are no groups.
         policy: what the scheduler decides by.
         latency: where step times come from; a calibration has not been read.
+        numerics: how sums would be formed, which calibrations are told apart by.
+        sampling: parameters of the jobs that have none of their own.
         workload: what arrives, with its seed.
         replay: a run's folder whose plans are to be compared instead of simulating the workload.
     """
@@ -108,6 +110,8 @@ class SimConfig:
     scalars: SimSchema
     policy: Policy
     latency: RooflineSchema | ConstantSchema | CalibratedSchema
+    numerics: str
+    sampling: SamplingParams
     workload: Workload
     replay: Path | None
 
@@ -130,14 +134,15 @@ class SimConfig:
             "hardware": self.deployment.hardware.name,
         }
 
-    def foreign_notes(self, measured: Provenance, keys: Collection[str] = PREDICTED_KEYS) -> list[str]:
+    def foreign_notes(self, measured: Provenance, keys: Collection[str] = MEASURED_KEYS) -> list[str]:
         """What to say of a calibration that was measured with other values of some keys than the config's.
 
         Raises:
             UserError: there is such a key, and `latency.foreign` does not allow it.
         """
         assert isinstance(self.latency, CalibratedSchema)
-        here = {key: value for key, value in self.facts().items() if key in keys}
+        facts = self.facts() | {"numerics": self.numerics}
+        here = {key: value for key, value in facts.items() if key in keys}
         found = differences(provenance_facts(measured), here)
         if not found:
             return []
@@ -176,15 +181,21 @@ class SimConfig:
                 num_blocks = self.deployment.pool().num_blocks
                 if num_blocks < 1:
                     raise InfeasibleError(_why_no_pool(self.deployment))
+            depth, max_step_tokens, chunk_size = limits_on(
+                not self.deployment.hardware.is_cpu,
+                self.scalars.depth,
+                self.scalars.max_step_tokens,
+                self.scalars.chunk_size,
+            )
             limits = SchedulerConfig(
                 num_blocks=num_blocks,
                 block_size=self.deployment.block_size,
                 max_num_seqs=self.deployment.max_num_seqs,
-                max_step_tokens=self.scalars.max_step_tokens,
-                chunk_size=self.scalars.chunk_size,
+                max_step_tokens=max_step_tokens,
+                chunk_size=chunk_size,
                 max_seq_len=self.deployment.max_seq_len,
                 vocab_size=self.deployment.spec.vocab_size,
-                depth=self.scalars.depth,
+                depth=depth,
                 prefix_reuse=self.scalars.prefix_reuse,
             )
         except UserError:
@@ -205,14 +216,24 @@ def sim_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> SimConfig:
         raise UserError(f"seeds must be a whole number, 1 to {_MOST_SEEDS}, not {scalars.seeds}")
     try:
         Goal.parse(scalars.optimize, SCALARS)
+        sampling = groups["sampling"].build()
+        deployment = scalars.build(groups["model"], groups["hardware"], groups["memory"])
+        scalars.check(deployment.hardware)
+        groups["numerics"].check(deployment.spec, deployment.tp)
+        workload = groups["workload"].build()
+        check_sampling(workload, sampling, given_keys(overrides))
+        if isinstance(workload, PromptsWorkload):
+            workload = replace(workload, sampling=sampling)
         return SimConfig(
             title=_title(scalars, groups),
             model=groups["model"].path,
-            deployment=scalars.build(groups["model"], groups["hardware"], groups["memory"]),
+            deployment=deployment,
             scalars=scalars,
             policy=groups["policy"].build(),
             latency=groups["latency"],
-            workload=groups["workload"].build(),
+            numerics=groups["numerics"].name,
+            sampling=sampling,
+            workload=workload,
             replay=None if scalars.replay is None else Path(scalars.replay).expanduser(),
         )
     except UserError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -251,14 +251,21 @@ WORKLOAD_SCHEMAS: Final[Mapping[str, type]] = {
 }
 
 
-def check_sampling(workload: Workload, sampling: SamplingParams) -> None:
-    """Refuse, as a ``ValueError``, what a workload that says where its samples end would have to ignore."""
+def check_sampling(workload: Workload, sampling: SamplingParams, given: Collection[str]) -> None:
+    """Refuse, as a ``ValueError``, what a workload that says where its samples end would have to ignore.
+
+    It always ignores `n`, whose default is more than 1: so that is only refused among the keys of the command line,
+    `given`.
+    """
     if not isinstance(workload, SizedWorkload):
         return
-    why = "beside this workload, which gives each sample its own length, bound and random stream"
+    why = "beside this workload, whose samples have their own number, lengths, bounds and random streams"
     for key in ("max_tokens", "seed"):
         if getattr(sampling, key) is not None:
             raise ValueError(f"sampling.{key} must be null {why}, not {getattr(sampling, key)}")
+    if sampling.n > 1 and "sampling.n" in given:
+        use = "; use workload.num_samples" if hasattr(workload, "num_samples") else ""
+        raise ValueError(f"sampling.n must be 1 {why}, not {sampling.n}{use}")
     for key in ("stop", "stop_token_ids"):
         if getattr(sampling, key):
             raise ValueError(f"sampling.{key} must be empty {why}, not {list(getattr(sampling, key))}")

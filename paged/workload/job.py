@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from paged.core.prompt import AnyPrompt, HashedPrompt, OpaquePrompt
-from paged.core.request import stable_hash
+from paged.core.request import SamplingParams, stable_hash
 
 MAX_LENGTH: Final = 10_000_000
 """Most tokens that a prompt or an output can be said to have; beyond it a number is taken for a mistake."""
@@ -30,17 +30,20 @@ class Job:
         id: unique among the jobs of a workload.
         prompt: token ids, or what stands for them.
         output_len: tokens that will be generated, at least 1: known here, but to no scheduler or policy.
-        max_tokens: most tokens that the sample may generate, at least `output_len`; what a policy knows.
+        max_tokens: most tokens that the sample may generate, which is what a policy knows; None for as many as fit
+            `max_seq_len`. A sample of more than that ends there.
         arrival_s: when it arrives, in seconds from the start.
         seed: of its random stream, where it is sampled; None derives one from its id.
+        params: its sampling parameters, if they are its own.
     """
 
     id: str
     prompt: AnyPrompt
     output_len: int
-    max_tokens: int
+    max_tokens: int | None
     arrival_s: float = 0.0
     seed: int | None = None
+    params: SamplingParams | None = None
 
 
 InputFiles = Mapping[str, Path]

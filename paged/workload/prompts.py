@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +16,9 @@ from paged.core.request import PROMPT_FORMS, SamplingParams, check_messages
 from paged.workload.job import MAX_LENGTH, MAX_SECONDS, InputFiles, Job
 from paged.workload.jsonl import lines_of, parse_object
 
+logger = logging.getLogger(__name__)
+
+_UNBOUNDED: Final = SamplingParams(max_tokens=None)
 _SAMPLING_FIELDS: Final = tuple(field.name for field in fields(SamplingParams))
 _FIELDS: Final = (*PROMPT_FORMS, "id", "output_len", "arrival_s", *_SAMPLING_FIELDS)
 
@@ -51,18 +55,25 @@ class RefusedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsWorkload:
-    """A file of prompts."""
+    """A file of prompts.
+
+    Attributes:
+        path: the file.
+        sampling: what holds where a line says nothing else, for `jobs`.
+    """
 
     path: Path
+    sampling: SamplingParams = _UNBOUNDED
 
     def input_files(self) -> list[InputFiles]:
         """The file."""
         return [{self.path.name: self.path}]
 
     def jobs(self) -> list[Job]:
-        """The samples of every line by time of arrival: a line's own `n`, or else one.
+        """The samples of every line by time of arrival.
 
-        A line must have `prompt_token_ids`, and `output_len` or `max_tokens`, which is then taken for the length.
+        A line must have `prompt_token_ids`, and `output_len` or `max_tokens`, which is then taken for the length; that
+        is logged, because the model may end such a sample before.
         Lines with one sample each keep their ids; otherwise all ids get the number of the sample.
 
         Raises:
@@ -70,7 +81,7 @@ class PromptsWorkload:
         """
         must = "workload.path must be a file of prompts"
         try:
-            lines = read_prompts(self.path, SamplingParams(max_tokens=None))
+            lines = read_prompts(self.path, self.sampling)
         except ValueError as error:
             raise ValueError(f"{must}: {error}") from error
         served: list[PromptLine] = []
@@ -83,6 +94,13 @@ class PromptsWorkload:
                     f"{must} whose lengths are told: {str(self.path)!r}, line {line.number}: must have {needs}"
                 )
             served.append(line)
+        if open_ended := sum(line.output_len is None for line in served):
+            logger.warning(
+                "%s: %d of %d lines have no output_len: their samples are taken to be max_tokens long",
+                self.path,
+                open_ended,
+                len(served),
+            )
         served.sort(key=lambda line: line.arrival_s)
         is_numbered = any(line.params.n > 1 for line in served)
         jobs: list[Job] = []
@@ -96,8 +114,9 @@ class PromptsWorkload:
                         id=f"{line.id}-{sample}" if is_numbered else line.id,
                         prompt=prompt,
                         output_len=min(bounds),
-                        max_tokens=bounds[-1],
+                        max_tokens=line.params.max_tokens,
                         arrival_s=line.arrival_s,
+                        params=line.params,
                     )
                 )
         return jobs

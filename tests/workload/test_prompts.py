@@ -195,9 +195,30 @@ def test_a_file_with_lengths_can_be_simulated(simulated) -> None:
     assert told == [
         ("line-2", (3,), 4, 4, 0.0),
         ("line-4", (3,), 3, 3, 0.0),
-        ("line-3", (3,), 5, 5, 1),
+        ("line-3", (3,), 5, None, 1),
         ("b", (1, 2), 7, 9, 2),
     ]
+
+
+def test_what_a_simulated_line_does_not_say_the_sampling_says(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [1]}\n{"prompt_token_ids": [2], "n": 1, "max_tokens": 3, "top_k": 5}\n')
+    sampling = SamplingParams(n=2, max_tokens=7, prompt_logprobs=0)
+    jobs = PromptsWorkload(path=path, sampling=sampling).jobs()
+    assert [(job.id, job.output_len, job.max_tokens) for job in jobs] == [
+        ("line-1-0", 7, 7),
+        ("line-1-1", 7, 7),
+        ("line-2-0", 3, 3),
+    ]
+    assert jobs[0].params == sampling
+    assert jobs[2].params == SamplingParams(n=1, max_tokens=3, top_k=5, prompt_logprobs=0)
+
+
+def test_that_a_length_is_only_a_bound_is_logged(simulated, caplog: pytest.LogCaptureFixture) -> None:
+    simulated('{"prompt_token_ids": [3], "output_len": 4}')
+    assert caplog.text == ""
+    simulated('{"prompt_token_ids": [3], "max_tokens": 4}', '{"prompt_token_ids": [3], "output_len": 4}')
+    assert "1 of 2 lines have no output_len: their samples are taken to be max_tokens long" in caplog.text
 
 
 def test_samples_of_a_simulated_line_are_numbered(simulated) -> None:
