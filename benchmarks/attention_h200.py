@@ -31,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from paged.kernels import attention_triton
-from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.attention import attention
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.numerics import Numerics
 

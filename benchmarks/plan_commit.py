@@ -13,10 +13,11 @@ import statistics
 import sys
 import time
 
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import SAMPLE, StepPlan, StepResult
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams, sample_seed
-from paged.core.scheduler import Scheduler, SchedulerConfig
+from paged.core.scheduler import Scheduler
 
 VOCAB_SIZE = 150_000
 

@@ -30,7 +30,8 @@ from attention_h200 import read_bandwidth
 from card_times import graph_us
 
 from paged.kernels import exponential, sampling_triton
-from paged.kernels.sampling import LogitBias, Penalties, SamplingColumns, sample, sample_by_torch, token_logprobs
+from paged.kernels.sampling import sample, sample_by_torch, token_logprobs
+from paged.kernels.sampling_columns import LogitBias, Penalties, SamplingColumns
 
 VOCAB = 151_936
 DEVICE = "cuda"

@@ -18,7 +18,7 @@ import paged.engine  # noqa: F401  The collector goes through all that it import
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams
 from paged.runner.payload import StepPayload
-from paged.samples import Brought, Samples
+from paged.samples import Samples, StepOutput
 
 
 def live_requests(num_rows: int, num_each: int) -> list[Request]:
@@ -35,9 +35,9 @@ def measure(requests: Sequence[Request], num_steps: int) -> tuple[list[float], l
     for step in range(num_steps):
         logprobs = [-1.0 / (1 + row) for row in range(len(requests))]
         payload = StepPayload([step] * len(requests), logprobs, list(logprobs), {}, {}, [])
-        brought = Brought(payload, list(requests), ())
+        output = StepOutput(payload, list(requests), ())
         start_s = time.thread_time()
-        samples.take_in(brought)
+        samples.take_in(output)
         taken_s = time.thread_time()
         updates = samples.take_updates(list(samples.undelivered))
         giving.append(1e6 * (time.thread_time() - taken_s))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from paged.core.model_spec import ModelSpec
-from paged.kernels.attention import BatchLayout
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import load_decoder

@@ -159,30 +159,44 @@ def decode_attention(
             num_stages=DECODE_STAGES,
             on=q_THD,
         )
-    if work.most_splits == 0:
-        return
+    if work.most_splits:
+        _fold_split_rows(sums_IHD, tops_IH, totals_IH, work, out_THD, factor=scale * LOG2_E, is_hopper=is_hopper)
+
+
+def _fold_split_rows(
+    sums_IHD: torch.Tensor,
+    tops_IH: torch.Tensor,
+    totals_IH: torch.Tensor,
+    work: DecodeWork,
+    out_THD: torch.Tensor,
+    *,
+    factor: float,
+    is_hopper: bool,
+) -> None:
+    """Fold the splits of the rows of ``work`` that are not whole, into their rows of ``out_THD``."""
     has_many = work.most_splits > 1 + FOLDS[0][0]
     if has_many and is_hopper:
-        fold_splits_hopper(sums_IHD, tops_IH, totals_IH, work.rows_N3, out_THD, factor=scale * LOG2_E)
+        fold_splits_hopper(sums_IHD, tops_IH, totals_IH, work.rows_N3, out_THD, factor=factor)
         return
+    num_heads, head_dim = out_THD.shape[1:]
     splits, width = FOLDS[has_many]
     width = min(head_dim, width)
     launch(
         _fold_kernel,
-        (work.rows_N3.shape[0] * q_THD.shape[1], head_dim // width),
+        (work.rows_N3.shape[0] * num_heads, head_dim // width),
         sums_IHD,
         tops_IH,
         totals_IH,
         work.rows_N3,
         out_THD,
-        scale * LOG2_E,
-        NUM_HEADS=q_THD.shape[1],
+        factor,
+        NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         DIMS=width,
         SPLITS=splits,
-        IS_DEPENDENT=is_dependent(q_THD),
+        IS_DEPENDENT=is_dependent(out_THD),
         num_warps=1,
-        on=q_THD,
+        on=out_THD,
     )
 
 

@@ -21,7 +21,8 @@ Numbers = Sequence[int] | np.ndarray
 WHOLE = -1
 
 # Whole rows go through the card in waves of as many as it takes at a time. Where there are at most so many waves, the
-# last one is split if it is less than half full: programs without work cost more than a second kernel does.
+# last one is split if it is less than half full: programs without work cost more than a second kernel does
+# (benchmarks/attention_h200.py --ways).
 FEW_WAVES = 4
 LAST_WAVE_SHARES = 2
 

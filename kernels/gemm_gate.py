@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -255,7 +256,7 @@ def _cache_folder() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "paged"
 
 
-def _read(path: Path) -> dict[str, list[dict]]:
+def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The table's entries; none if there is no table, or none that can be read."""
     try:
         entries = json.loads(path.read_text())["entries"]

@@ -47,7 +47,10 @@ _T = TypeVar("_T")
 
 
 def _serving(method: Callable[Concatenate[Engine, _P], _T]) -> Callable[Concatenate[Engine, _P], _T]:
-    """A method that a closed engine does not have, for one thread at a time."""
+    """A method that is refused once the engine is closed, and while another thread is in one.
+
+    It first ends the requests of streams that were dropped while another thread was in a call.
+    """
 
     @functools.wraps(method)
     def call(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -90,8 +93,8 @@ class Engine:
     With several ranks this process is rank 0. What a step brought is handed out once all ranks agree on it, which is
     with the next step: ``step`` returns it a call later than with one rank, and decides the same. If a rank is lost,
     whatever was called raises ``TPError``, and the engine can't go on; ``abort`` still returns what all had agreed on.
-    Time in which this process is stopped (Ctrl-Z) does not count towards ``tp_timeout_s``, but for an exchange that is
-    going on where the processes were started from outside.
+    Time in which this process is stopped (Ctrl-Z) does not count towards ``tp_timeout_s``. One exception: an exchange
+    that is going on at that moment, if the processes were started from outside, as by torchrun.
 
     If the step log can't be written, whatever was called raises ``UnwritableError``, an ``OSError``, and so does every
     later step.
@@ -131,7 +134,7 @@ class Engine:
         self._seed = seed
         self._is_closed = False
         self._one_thread = _OneThread()
-        # Requests of streams that ended while another thread was in a call.
+        # Requests of streams that were dropped while another thread was in a call.
         self._left: list[str] = []
         self._leader = leader
         self._samples = Samples(tokenizer, numerics_id)
@@ -470,7 +473,6 @@ class Engine:
         """Counts and sizes for a summary: tokens, steps, preemptions, the pool, limits, peak memory, start-up time."""
         counters = asdict(self.scheduler.counters)
         limits = self.scheduler.config
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         counters["preemptions"] = counters.pop("num_preemptions")
         return {
             **counters,
@@ -478,15 +480,14 @@ class Engine:
             "depth": limits.depth,
             "max_step_tokens": limits.max_step_tokens,
             "chunk_size": limits.chunk_size,
-            "peak_device_bytes": peak,
+            "peak_device_bytes": _peak_bytes(),
             "startup_s": self.startup_s,
         }
 
     def peak_bytes_by_rank(self) -> list[int]:
         """Peak memory of each rank's card; 0 on the CPU. Asks the other ranks: raises ``TPError`` if one is lost."""
-        own = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         with self._one_thread:
-            return [own] if self._leader is None else [own, *self._leader.peak_bytes()]
+            return [_peak_bytes(), *(self._leader.peak_bytes() if self._leader is not None else ())]
 
     def close(self) -> None:
         """Close the step log and end the other ranks; what serves requests is then a ``RuntimeError``.
@@ -519,3 +520,8 @@ class Engine:
         """Updates that nobody has been given yet, in order within each request, but for those a stream will ask for."""
         ids = [request_id for request_id in self._samples.undelivered if request_id not in self._streamed]
         return self._samples.take_updates(ids)
+
+
+def _peak_bytes() -> int:
+    """The most memory of this process's card that was allocated at once; 0 without a card."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0

@@ -198,7 +198,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         choices = ", ".join("null" if item is None else str(item) for item in allowed)
         raise ValueError(f"{name} must be one of {choices}, not {value!r}")

@@ -17,13 +17,13 @@ from paged.core.scheduler import Finished, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
 from paged.interrupts import DeferredInterrupt
 from paged.runner.runner import TorchRunner
-from paged.samples import Brought, Samples
+from paged.samples import Samples, StepOutput
 from paged.step_log import StepLog
 from paged.writing import UnwritableError
 
 
 class Loop:
-    """What is in flight, and what has come of it: ``samples`` take it in once all ranks agree.
+    """Keeps up to ``depth`` steps in flight and commits them in order; ``samples`` get what all ranks agree to.
 
     Args:
         executor: computes plans.
@@ -52,7 +52,7 @@ class Loop:
             weakref.finalize(self, leader.close)
         self._held: StepResult | None = None
         # What other ranks have not agreed to yet, in order, and the ends that they never will agree to.
-        self._unagreed: list[Brought] = []
+        self._unagreed: list[StepOutput] = []
         self._undone: list[Finished] = []
         if step_log is not None:
             policy = scheduler.policy
@@ -61,14 +61,14 @@ class Loop:
     @property
     def unagreed(self) -> Iterator[Request]:
         """The requests that there will be updates for once the other ranks agree."""
-        for brought in self._unagreed:
-            yield from (request for request in brought.requests if self._samples.is_current(request))
+        for step_output in self._unagreed:
+            yield from (request for request in step_output.requests if self._samples.is_current(request))
 
     @property
     def unagreed_ends(self) -> Iterator[Request]:
         """Those among ``unagreed`` that have finished."""
-        for brought in self._unagreed:
-            yield from (end.request for end in brought.finished if self._samples.is_current(end.request))
+        for step_output in self._unagreed:
+            yield from (end.request for end in step_output.finished if self._samples.is_current(end.request))
 
     def add(self, requests: Sequence[Request], *, stream_text: bool) -> None:
         """Queue the samples of a request; ``ValueError``, and nothing is queued, if they can never fit."""
@@ -91,7 +91,7 @@ class Loop:
         return [*undone, *self._end(request_id, None, FinishReason.ABORT)]
 
     def forget(self, request_id: str) -> None:
-        """End a request whose outputs nobody waits for any more; that the log can't be written, later steps say."""
+        """End a request whose outputs nobody waits for any more; a log that can't be written shows in the next step."""
         with suppress(UnwritableError):
             self._end(request_id, None, FinishReason.ABORT)
         self._drop_undone(request_id)
@@ -124,7 +124,7 @@ class Loop:
             with DeferredInterrupt():
                 for request in error.requests:
                     ended = self._end(request.id, request.sample, FinishReason.ERROR)
-                    self._keep(Brought(None, (), ended))
+                    self._keep(StepOutput(None, (), ended))
 
     def agree(self) -> None:
         """Make sure that the other ranks agree to all that was committed, so that it can be handed out."""
@@ -183,26 +183,26 @@ class Loop:
             self._log.commit(result, is_agreed=self._leader is None or not self._leader.is_verifying)
         if self._leader is not None:
             self._leader.commit(result)
-        self._keep(Brought(result.payload, commit.accepted, commit.finished))
+        self._keep(StepOutput(result.payload, commit.accepted, commit.finished))
 
-    def _keep(self, brought: Brought) -> None:
+    def _keep(self, step_output: StepOutput) -> None:
         """Take in what came, at once or as soon as the other ranks agree to it."""
         if self._leader is None or not self._leader.is_verifying:
-            self._samples.take_in(brought)
+            self._samples.take_in(step_output)
         else:
-            self._unagreed.append(brought)
+            self._unagreed.append(step_output)
 
     def _release(self) -> None:
         """Take in what the other ranks have agreed to."""
         agreed, self._unagreed = self._unagreed, []
-        for brought in agreed:
-            self._samples.take_in(brought)
+        for step_output in agreed:
+            self._samples.take_in(step_output)
         if self._log is not None:
             self._log.release()
 
     def _undo(self) -> None:
         """Drop what the other ranks will never agree to."""
-        self._undone += [end for brought in self._unagreed for end in brought.finished]
+        self._undone += [end for step_output in self._unagreed for end in step_output.finished]
         self._unagreed.clear()
 
     def _drop_undone(self, request_id: str) -> None:

@@ -8,20 +8,22 @@ import math
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from paged.core.metrics import percentile
+from paged.core.sequence import COMPLETE
 from paged.writing import UnwritableError, writing
 
 if TYPE_CHECKING:
     from paged.engine import CompletionOutput
 
-FINISHED: Final = ("stop", "length")
-"""Finish reasons of samples that are complete, which resuming leaves alone. Refusals are looked at again."""
+FINISHED: Final = COMPLETE
+"""Finish reasons of samples that resuming leaves alone. Refusals are looked at again."""
 
 _NEEDED: Final = {"id", "sample", "finish_reason", "prompt_token_ids", "token_ids"}
 
@@ -203,11 +205,6 @@ class Tally:
             "len_max": lengths[-1] if lengths else None,
             "solved": self.num_solved / self.num_scored if self.num_scored else None,
         }
-
-
-def percentile(ordered: Sequence[int], share: float) -> int | None:
-    """The smallest value that at least `share` of the sorted values do not exceed; None for an empty list."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

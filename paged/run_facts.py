@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from paged.core.json_files import read_json
+from paged.core.json_files import read_json_object
 from paged.core.memory import FP8
 from paged.core.model_spec import ModelSpec
 from paged.model.locate import find_model
@@ -56,7 +56,7 @@ class RunFacts:
         """Read a folder, or that of a log; nothing must be there. Raises ``ValueError`` for what is malformed."""
         folder = folder.parent if folder.is_file() else folder
         config = _config_of(folder)
-        summary = read_json(folder / "summary.json") if (folder / "summary.json").is_file() else {}
+        summary = read_json_object(folder / "summary.json") if (folder / "summary.json").is_file() else {}
         peak_bytes = _bytes(summary, "peak_device_bytes")
         measured = summary.get("memory")
         memory: Mapping[str, Any] = measured if isinstance(measured, Mapping) else {}

@@ -28,8 +28,14 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What a step brought, or the end of requests: who got a token of the payload, and who has finished."""
+class StepOutput:
+    """What a step gave the samples, or what an abort or an error ended without one.
+
+    Attributes:
+        payload: the runner's report; None if no step was computed.
+        accepted: for each sampled row of the payload the request that got its token, None if the row was dropped.
+        finished: samples that have ended.
+    """
 
     payload: StepPayload | None
     accepted: Sequence[Request | None]
@@ -43,14 +49,14 @@ class Brought:
 
 
 class Samples:
-    """The live samples of an engine, and the updates that nobody has been given yet.
+    """The live samples of an engine, and the updates that have not been delivered yet.
 
     Args:
         tokenizer: None if there is no text.
         numerics_id: written into every output.
 
     Attributes:
-        live: by the identity of their requests, which tells one from another that has taken over its id.
+        live: by ``id()`` of their requests: a forgotten request's name may have been taken over by another one.
         undelivered: updates by request id, in order.
     """
 
@@ -68,15 +74,15 @@ class Samples:
             self.live[id(request)] = Sample(request, stream)
 
     def is_current(self, request: Request) -> bool:
-        """Whether the sample is there. One that was forgotten may have left its id to another."""
+        """Whether the request's sample is live; a forgotten one is not, even if its name is in use again."""
         return id(request) in self.live
 
-    def take_in(self, brought: Brought) -> None:
+    def take_in(self, step_output: StepOutput) -> None:
         """Add to the samples what came, and hold the updates until somebody asks for them."""
-        ending: dict[int, SampleUpdate | None] = {id(end.request): None for end in brought.finished}
-        if brought.payload is not None:
-            self._take_in_tokens(brought.payload, brought.accepted, ending)
-        for end in brought.finished:
+        ending: dict[int, SampleUpdate | None] = {id(end.request): None for end in step_output.finished}
+        if step_output.payload is not None:
+            self._take_in_tokens(step_output.payload, step_output.accepted, ending)
+        for end in step_output.finished:
             request = end.request
             sample = self.live.get(id(request))
             if sample is None:
@@ -86,7 +92,7 @@ class Samples:
                 update = SampleUpdate(request.id, request.sample, [], [])
                 self.undelivered.setdefault(request.id, []).append(update)
             update.output = self.output(end)
-            if sample.stream is not None and brought.payload is not None:
+            if sample.stream is not None and step_output.payload is not None:
                 update.text += update.output.text[sample.stream.num_released :]
 
     def _take_in_tokens(

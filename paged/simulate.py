@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from paged.config.calibrate import CalibratedSchema
-from paged.config.groups import RooflineSchema, with_given_sources
+from paged.config.groups import RooflineSchema
 from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, provenance_facts, sim_config
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
@@ -77,7 +77,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     if (made := folder / "summary.json").exists():
         raise used_folder(folder_key(), made)
     try:
-        config = sim_config(with_given_sources(cfg, overrides))
+        config = sim_config(cfg, overrides)
         if config.replay is not None:
             if in_sweep():
                 raise UserError(_NO_REPLAY_IN_SWEEP)

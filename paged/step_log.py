@@ -104,7 +104,7 @@ class StepLog:
         self._append(line for _, line in held)
 
     def drop(self) -> None:
-        """Leave out the plans and commits that were held back, which the ranks never will agree to."""
+        """Write what was held back, but for plans and commits: the ranks will never agree to these."""
         self._held = [(name, line) for name, line in self._held if name not in ("plan", "commit")]
         self.release()
 

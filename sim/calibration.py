@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from paged.core.json_files import load_json
+from paged.core.json_files import read_json
 from paged.sim.shape import StepShape
 
 FORMAT: Final = 1
@@ -277,7 +277,7 @@ class Calibration:
             ValueError: it can't be read or is no calibration; one sentence that names the file and the key.
         """
         path = path / CALIBRATION_FILE if path.is_dir() else path
-        value = load_json(path)
+        value = read_json(path)
         # First, because another layout has other keys.
         if isinstance(value, dict) and value.get("format", FORMAT) != FORMAT:
             raise ValueError(f"{path}: format must be {FORMAT}, not {value['format']!r}")

@@ -25,7 +25,7 @@ WATCHDOG_STEPS = 100_000
 Progress = Callable[[SimRecord, int], None]
 """Called now and then with the record and the number of requests that have ended."""
 
-_STEPS_PER_LOOK = 32
+_STEPS_PER_CHECK = 32
 _SECONDS_PER_CALL = 0.2
 
 
@@ -73,8 +73,8 @@ class _Simulation:
         self.wake: simpy.Event | None = None
         self.num_ended = 0
         self.advanced = (0, 0)
-        self.advanced_at = 0
-        self.called_at = 0.0
+        self.advanced_step = 0
+        self.called_s = 0.0
 
     def run(self, jobs: list[Job]) -> SimRecord:
         start = time.perf_counter()
@@ -151,8 +151,8 @@ class _Simulation:
                 if commit.finished:
                     self._finish(commit.finished, end_s)
                 num_steps += 1
-                if num_steps % _STEPS_PER_LOOK == 0:
-                    self._look(num_steps)
+                if num_steps % _STEPS_PER_CHECK == 0:
+                    self._check_progress(num_steps)
             elif self.next_arrival_s < math.inf or inbox:
                 if not inbox:
                     self.wake = env.event()
@@ -196,21 +196,21 @@ class _Simulation:
             self.record.finish(index, end_s, end.reason.value, *counts)
             self.num_ended += 1
 
-    def _look(self, num_steps: int) -> None:
+    def _check_progress(self, num_steps: int) -> None:
         """Report progress, and raise if there has been none for long: a watchdog over policies."""
         counters = self.scheduler.counters
         advanced = counters.num_finished, counters.forward_tokens - counters.recomputed_tokens
         if advanced != self.advanced:
-            self.advanced, self.advanced_at = advanced, num_steps
-        elif num_steps - self.advanced_at >= WATCHDOG_STEPS:
+            self.advanced, self.advanced_step = advanced, num_steps
+        elif num_steps - self.advanced_step >= WATCHDOG_STEPS:
             raise RuntimeError(
-                f"no progress in {num_steps - self.advanced_at:,} steps: {self.scheduler.num_running} running, "
+                f"no progress in {num_steps - self.advanced_step:,} steps: {self.scheduler.num_running} running, "
                 f"{self.scheduler.num_waiting} waiting, {counters.num_preemptions:,} preemptions so far"
             )
         now = time.perf_counter()
-        if self.on_progress is None or now < self.called_at + _SECONDS_PER_CALL:
+        if self.on_progress is None or now < self.called_s + _SECONDS_PER_CALL:
             return
-        self.called_at = now
+        self.called_s = now
         try:
             self.on_progress(self.record, self.num_ended)
         except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from paged.core.plan import SAMPLE, Started, StepPlan, StepResult
 from paged.sim.latency import LatencyModel
 from paged.sim.shape import StepShape
 
-# Named tuples made without the call of their own constructors, which costs three times as much, for every step.
+# Makes named tuples without their own constructors, whose calls would show in every step (benchmarks/trace_hour.py).
 _new = tuple.__new__
 
 NEVER = 1 << 62
@@ -22,8 +22,8 @@ class SimExecutor:
 
     A sample stops with the output token that its request's `output_len` names. Tokens are not told.
 
-    While columns stay the same objects, every row decodes, so that only sums change from step to step: rows are then
-    visited when one of them stops or the columns change.
+    If a plan's columns are the very objects of the plan before, every row decodes one token, and only sums change. Such
+    plans are counted; the rows are visited when one of them stops or the columns change.
 
     Args:
         latency: predicts the device's time.

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from paged.sim.record import COMPLETE, Floats, Ints, SimRecord
+from paged.core.sequence import COMPLETE
+from paged.sim.record import Floats, Ints, SimRecord
 from paged.sim.report import LATENCIES, Summary, latencies, seconds
 
 if TYPE_CHECKING:

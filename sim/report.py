@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from paged.sim.record import COMPLETE, REFUSED, Floats, Ints, RequestRecord, SimRecord
+from paged.core.metrics import percentile
+from paged.core.sequence import COMPLETE
+from paged.sim.record import REFUSED, Floats, Ints, RequestRecord, SimRecord
 
 Summary = dict[str, Any]
 
@@ -96,7 +98,7 @@ def summarize(record: SimRecord) -> Summary:
     output_tokens = sum(request.output_tokens for request in complete)
     unfinished_tokens = sum(request.output_tokens for request in record.requests) - output_tokens
     counters = asdict(record.counters)
-    lengths = np.sort(np.array([request.output_tokens for request in complete], np.int64))
+    lengths = sorted(request.output_tokens for request in complete)
     reasons = Counter(request.finish_reason or "unfinished" for request in record.requests)
     tail_s = _tail_s(record)
     return {
@@ -137,11 +139,6 @@ def summarize(record: SimRecord) -> Summary:
     }
 
 
-def percentile(ordered: Floats | Ints, share: float) -> int | float | None:
-    """The smallest of the sorted values that at least `share` of them do not exceed; None if there are none."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)].item() if len(ordered) else None
-
-
 def latencies(requests: Sequence[RequestRecord], name: str) -> Floats:
     """The latency `name` of the requests that have it, ascending, in seconds."""
     values = np.array([getattr(request, name) for request in requests], np.float64)
@@ -149,9 +146,9 @@ def latencies(requests: Sequence[RequestRecord], name: str) -> Floats:
 
 
 def _statistics(name: str, complete: Sequence[RequestRecord]) -> dict[str, float | None]:
-    ordered = latencies(complete, name)
+    ordered = latencies(complete, name).tolist()
     return {
-        "mean": _ratio(_total(ordered), len(ordered)),
+        "mean": _ratio(math.fsum(ordered), len(ordered)),
         **{f"p{share}": percentile(ordered, share / 100) for share in (50, 90, 99)},
     }
 

@@ -17,11 +17,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from paged import CompletionOutput, Engine, SampleUpdate
+from paged.core.limits import SchedulerConfig
 from paged.core.model_spec import ModelSpec
 from paged.core.plan import StepPlan
 from paged.core.policy import Policy
 from paged.core.request import SamplingParams
-from paged.core.scheduler import Scheduler, SchedulerConfig
+from paged.core.scheduler import Scheduler
 from paged.kernels.numerics import Numerics
 from paged.kernels.sampling import SampledRows
 from paged.model.decoder import Decoder

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import StepPlan
 from paged.core.policy import Fifo, Forecast, Policy, Reserve, Watermark
 from paged.core.prompt import OpaquePrompt
-from paged.core.scheduler import Scheduler, SchedulerConfig
+from paged.core.scheduler import Scheduler
 from paged.sim.shape import StepShape
 from paged.workload.job import Job
 

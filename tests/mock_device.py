@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from paged.core.blocks import BlockPool
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import SAMPLE, SCORE, StepPlan, StepResult
 from paged.core.policy import Policy
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams, sample_seed
-from paged.core.scheduler import Commit, Finished, NonFiniteLogitsError, Scheduler, SchedulerConfig
+from paged.core.scheduler import Commit, Finished, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason, Status
 from paged.core.sequence import Sequence as Seq
 

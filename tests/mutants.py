@@ -32,9 +32,10 @@ from paged.kernels import heads as heads_module
 from paged.kernels import kv_cache as kv_cache_module
 from paged.kernels import linear as linear_module
 from paged.kernels import sampling as sampling_module
-from paged.kernels.attention import BatchLayout
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.rope import rope_tables
-from paged.kernels.sampling import SampledRows, SamplingColumns
+from paged.kernels.sampling import SampledRows
+from paged.kernels.sampling_columns import SamplingColumns
 from paged.model import checkpoint as checkpoint_module
 from paged.model import layers as layers_module
 from paged.model.layers import Layer, Linear

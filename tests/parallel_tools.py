@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paged.core.model_spec import ModelSpec
-from paged.kernels.attention import BatchLayout
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.collectives import RankGroup
 from paged.kernels.numerics import Numerics
 from paged.model import checkpoint

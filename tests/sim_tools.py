@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import SAMPLE, StepResult
 from paged.core.policy import Fifo
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams
-from paged.core.scheduler import Scheduler, SchedulerConfig
+from paged.core.scheduler import Scheduler
 from paged.sim.shape import StepShape
 from paged.step_log import StepLog
 

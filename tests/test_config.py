@@ -12,8 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from paged.config.convert import conf_folder, known_keys
-from paged.config.groups import POLICIES as SCHEMAS
-from paged.config.groups import EngineSchema, SamplingSchema
+from paged.config.groups import POLICY_SCHEMAS, EngineSchema, SamplingSchema
 from paged.config.run import RunConfig
 from paged.core.policy import POLICIES, Fifo, Forecast, Reserve, Watermark
 from paged.core.request import SamplingParams
@@ -221,7 +220,7 @@ def test_a_mistake_in_a_models_sizes_gets_one_sentence(override: str, sentence: 
 
 
 def test_the_library_knows_policies_by_the_configs_names() -> None:
-    assert {name: type(composed(f"policy={name}").engine["policy"]) for name in SCHEMAS} == dict(POLICIES)
+    assert {name: type(composed(f"policy={name}").engine["policy"]) for name in POLICY_SCHEMAS} == dict(POLICIES)
 
 
 def test_a_policys_own_range_is_checked() -> None:

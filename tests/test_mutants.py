@@ -48,7 +48,8 @@ from oracles import raw_greedy, raw_logits
 from paged import CompletionOutput, Engine, SamplingParams
 from paged.core.blocks import BlockPool
 from paged.core.scheduler import Scheduler
-from paged.kernels.sampling import SamplingColumns, probabilities, sample
+from paged.kernels.sampling import probabilities, sample
+from paged.kernels.sampling_columns import SamplingColumns
 from paged.model.decoder import Decoder
 
 

@@ -532,7 +532,7 @@ def test_ctrl_c_keeps_what_there_is(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(paged.simulate, "InterruptRequest", Pressed)
     # The first look comes when some requests have ended.
-    monkeypatch.setattr(paged.sim.driver, "_STEPS_PER_LOOK", 2048)
+    monkeypatch.setattr(paged.sim.driver, "_STEPS_PER_CHECK", 2048)
     code, out, err = cli("workload.num_prompts=4", "seeds=2")
     folder = folder_of(out)
     summary = summary_of(folder)

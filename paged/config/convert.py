@@ -148,29 +148,7 @@ def hydra_sentence(error: Exception, command: str, own_conf: Path | None = None)
         return _first_line(message)
     first = _first_line(message)
     if first.startswith("Could not override '") or first.startswith("Could not delete"):
-        key = first.split("'")[1].split("@")[0]
-        wrong = getattr(error.__cause__, "full_key", None) or key
-        # Of a mapping that was given, one of its keys may be what is wrong.
-        key = wrong if wrong.startswith(f"{key}.") else key
-        known = known_keys(command)
-        if key in known and "." in key:
-            return f"{key} is not a key of the {key.partition('.')[0]} that is chosen; see --cfg job"
-        if key.startswith("hydra"):
-            return f"{key} is not a key of Hydra's config; see --cfg hydra"
-        root = key.rpartition(".")[0]
-        group = key.partition(".")[0]
-        if group in _root("run").groups and group not in known:
-            return _not_taken(key, command)
-        # The key of another program, or one that is a level further down.
-        meant = {key, _OTHER_NAMES.get(key, key)}
-        deeper = [name for name in known if name in meant or (not root and name.rpartition(".")[2] in meant)]
-        if deeper:
-            return f"{key} is not a key of this config; did you mean {' or '.join(deeper[:3])}?"
-        siblings = [name for name in known if name.rpartition(".")[0] == root]
-        if not siblings:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            siblings = near or [name for name in known if "." not in name]
-        return f"{key} is not a key of this config; {nearest(key, siblings)}"
+        return _unknown_key(error, first.split("'")[1].split("@")[0], command)
     if first.startswith("Ambiguous value for argument"):
         override = first.split("'")[1]
         return f"{override!r} gives several values: add -m for a sweep, or write a list as KEY=[A,B]"
@@ -182,6 +160,32 @@ def hydra_sentence(error: Exception, command: str, own_conf: Path | None = None)
     if in_file := re.match(r"In '(.+)': \w+ raised while composing config:\n(.*)", message):
         return _unfit(in_file[1], in_file[2], own_conf)
     return first
+
+
+def _unknown_key(error: Exception, key: str, command: str) -> str:
+    """A sentence for the key of an override that the config has not, with what may have been meant."""
+    wrong = getattr(error.__cause__, "full_key", None) or key
+    # Of a mapping that was given, one of its keys may be what is wrong.
+    key = wrong if wrong.startswith(f"{key}.") else key
+    known = known_keys(command)
+    if key in known and "." in key:
+        return f"{key} is not a key of the {key.partition('.')[0]} that is chosen; see --cfg job"
+    if key.startswith("hydra"):
+        return f"{key} is not a key of Hydra's config; see --cfg hydra"
+    root = key.rpartition(".")[0]
+    group = key.partition(".")[0]
+    if group in _root("run").groups and group not in known:
+        return _not_taken(key, command)
+    # The key of another program, or one that is a level further down.
+    meant = {key, _OTHER_NAMES.get(key, key)}
+    deeper = [name for name in known if name in meant or (not root and name.rpartition(".")[2] in meant)]
+    if deeper:
+        return f"{key} is not a key of this config; did you mean {' or '.join(deeper[:3])}?"
+    siblings = [name for name in known if name.rpartition(".")[0] == root]
+    if not siblings:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        siblings = near or [name for name in known if "." not in name]
+    return f"{key} is not a key of this config; {nearest(key, siblings)}"
 
 
 def _experiment() -> str:

@@ -375,11 +375,11 @@ class ConstantSchema:
         return Constant(self.seconds)
 
 
-NUMERICS: Final[Mapping[str, type]] = {"invariant": NumericsSchema, "fast": NumericsSchema}
-POLICIES: Final[Mapping[str, type]] = {
+NUMERICS_SCHEMAS: Final[Mapping[str, type]] = {"invariant": NumericsSchema, "fast": NumericsSchema}
+POLICY_SCHEMAS: Final[Mapping[str, type]] = {
     "fifo": FifoSchema,
     "watermark": WatermarkSchema,
     "reserve": ReserveSchema,
     "forecast": ForecastSchema,
 }
-LATENCIES: Final[Mapping[str, type]] = {"roofline": RooflineSchema, "constant": ConstantSchema}
+LATENCY_SCHEMAS: Final[Mapping[str, type]] = {"roofline": RooflineSchema, "constant": ConstantSchema}

@@ -9,8 +9,8 @@ from typing import Any, Final
 from omegaconf import MISSING, DictConfig
 
 from paged.config.convert import Root
-from paged.config.groups import NUMERICS, POLICIES, EngineSchema, ModelSchema, SamplingSchema
-from paged.config.workloads import WORKLOADS, check_sampling
+from paged.config.groups import NUMERICS_SCHEMAS, POLICY_SCHEMAS, EngineSchema, ModelSchema, SamplingSchema
+from paged.config.workloads import WORKLOAD_SCHEMAS, check_sampling
 from paged.core.model_spec import ModelSpec
 from paged.core.request import SamplingParams
 from paged.outcome import UserError
@@ -46,9 +46,9 @@ ROOT: Final = Root(
     scalars=RunSchema,
     groups={
         "model": ModelSchema,
-        "numerics": NUMERICS,
-        "policy": POLICIES,
-        "workload": WORKLOADS,
+        "numerics": NUMERICS_SCHEMAS,
+        "policy": POLICY_SCHEMAS,
+        "workload": WORKLOAD_SCHEMAS,
         "sampling": SamplingSchema,
     },
 )

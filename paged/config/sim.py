@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,16 +12,17 @@ from omegaconf import MISSING, DictConfig
 from paged.config.calibrate import CalibratedSchema
 from paged.config.convert import Root
 from paged.config.groups import (
-    LATENCIES,
-    POLICIES,
+    LATENCY_SCHEMAS,
+    POLICY_SCHEMAS,
     ConstantSchema,
     DeploymentSchema,
     HardwareSchema,
     MemorySchema,
     ModelSchema,
     RooflineSchema,
+    with_given_sources,
 )
-from paged.config.workloads import WORKLOADS
+from paged.config.workloads import WORKLOAD_SCHEMAS
 from paged.core.limits import SchedulerConfig
 from paged.core.memory import GIB, Deployment
 from paged.core.policy import Policy
@@ -64,9 +65,9 @@ ROOT: Final = Root(
         "model": ModelSchema,
         "hardware": HardwareSchema,
         "memory": MemorySchema,
-        "policy": POLICIES,
-        "workload": WORKLOADS,
-        "latency": {**LATENCIES, "calibrated": CalibratedSchema},
+        "policy": POLICY_SCHEMAS,
+        "workload": WORKLOAD_SCHEMAS,
+        "latency": {**LATENCY_SCHEMAS, "calibrated": CalibratedSchema},
     },
 )
 
@@ -193,13 +194,13 @@ class SimConfig:
         return Setting(limits=limits, latency=latency, notes=tuple(notes))
 
 
-def sim_config(cfg: DictConfig) -> SimConfig:
-    """The objects that a composed `sim` config describes.
+def sim_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> SimConfig:
+    """The objects that a composed `sim` config describes, some of it by `overrides`.
 
     Raises:
         UserError: naming the key and what is allowed; InfeasibleError if only the combination is impossible.
     """
-    scalars, groups = ROOT.read(cfg)
+    scalars, groups = ROOT.read(with_given_sources(cfg, overrides))
     if not 1 <= scalars.seeds <= _MOST_SEEDS:
         raise UserError(f"seeds must be a whole number, 1 to {_MOST_SEEDS}, not {scalars.seeds}")
     try:

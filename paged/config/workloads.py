@@ -236,7 +236,7 @@ class TraceSchema:
         )
 
 
-WORKLOADS: Final[Mapping[str, type]] = {
+WORKLOAD_SCHEMAS: Final[Mapping[str, type]] = {
     "arithmetic": ArithmeticSchema,
     "prompts": PromptsSchema,
     "random": RandomSchema,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def load_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     """What a file holds; one that can't be read or is no JSON is a ``ValueError`` that names it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -18,9 +18,9 @@ def load_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """A file's JSON object; anything else there is a ``ValueError`` that names the file."""
-    value = load_json(path)
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value

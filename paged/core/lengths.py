@@ -24,9 +24,9 @@ class LengthHistory:
 
     Attributes:
         num_samples: how many are kept.
-        counts: those whose length lies in each span; to be read only, as the two after it.
-        tokens: the output tokens of those.
-        stops: those that ended by themselves, and not because they might not be longer.
+        counts: by span, the number of samples whose length lies in it. Others only read this and the next two.
+        tokens: by span, the output tokens of these samples together.
+        stops: by span, how many of these samples stopped by themselves instead of reaching ``max_tokens``.
     """
 
     __slots__ = ("_recent", "capacity", "counts", "num_samples", "stops", "tokens")
@@ -56,10 +56,10 @@ class LengthHistory:
     def hazard(self, counts: Sequence[int], tokens: Sequence[int], longest: int) -> Hazard:
         """How likely samples are to stop at each length: the hazard rate, estimated from right-censored data.
 
-        In each span it is the number of samples that stopped there over the tokens that all samples wrote there.
-        Samples that were cut, or still run, count for the tokens that they have written; so the estimate does not lean
-        to short lengths, though short samples are the first to finish. As a prior one more sample is counted, whose
-        length is uniform up to ``longest``: it decides where no sample has been, and hardly matters where many have.
+        In each span the rate is the number of samples that stopped there, divided by the tokens that all samples wrote
+        there. Samples that were cut or still run contribute the tokens that they have written. Without them the
+        estimate would be too short, because short samples finish first. One more sample, whose length is uniform up to
+        ``longest``, is counted as a prior: it decides where no sample has been, and hardly matters where many have.
 
         Args:
             counts: running sequences by the span of their output so far.

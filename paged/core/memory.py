@@ -222,12 +222,12 @@ class Deployment:
             yield "kv_dtype=fp8", replace(self, kv_dtype="fp8")
 
     def _smaller_allowances(self, length: int) -> Iterator[Iterator[tuple[str, Deployment]]]:
-        """Of what is given for other things than the cache, and more than without being given."""
+        """Smaller values of what is given for other things than the cache, but never below the default allowance."""
         pool = self.pool()
         missing = num_blocks_for(max(1, length - 1), self.block_size) * self.block_size * pool.kv_bytes_per_token
         missing -= pool.kv_budget_bytes
         for name, least in (("activation_gib", ACTIVATION_GIB), ("context_gib", CONTEXT_GIB)):
-            # In hundredths, down.
+            # Rounded down to hundredths.
             gib = math.floor(100 * (getattr(self, name) - (missing + 1) / GIB)) / 100
             if gib >= least:
                 yield iter([(f"memory.{name}={gib}", replace(self, **{name: gib}))])
@@ -236,7 +236,7 @@ class Deployment:
 
     def _higher_tps(self) -> Iterator[tuple[str, Deployment]]:
         for tp in range(self.tp + 1, _MAX_TP + 1):
-            # Of what is given for one rank, the share of another number of ranks.
+            # What is given is one rank's part: with more ranks each holds less.
             weights = None if self.weights_gib is None else self.weights_gib * self.tp / tp
             try:
                 yield f"tp={tp}", replace(self, tp=tp, weights_gib=weights)

@@ -1,8 +1,13 @@
-"""Counts that a scheduler keeps of its own decisions."""
+"""What runs and simulations report of themselves in numbers: a scheduler's counts, and percentiles."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(slots=True)
@@ -34,3 +39,8 @@ class Counters:
     output_tokens: int = 0
     dropped_tokens: int = 0
     peak_blocks: int = 0
+
+
+def percentile(ordered: Sequence[_Number], share: float) -> _Number | None:
+    """The smallest of the sorted values that at least ``share`` of them do not exceed; None if there are none."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

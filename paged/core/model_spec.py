@@ -10,7 +10,7 @@ from typing import Any
 
 from paged.core.checks import check_whole, is_positive
 from paged.core.config_json import CONFIG_NAMES, DTYPES, spec_fields
-from paged.core.json_files import read_json
+from paged.core.json_files import read_json_object
 
 QK_NORMS = ("none", "head", "full")
 
@@ -137,9 +137,9 @@ class ModelSpec:
             ValueError: as ``from_config``, or a file is missing or is not a JSON object.
         """
         folder = Path(folder)
-        config = read_json(folder / "config.json")
+        config = read_json_object(folder / "config.json")
         generation = folder / "generation_config.json"
-        generation_config = read_json(generation) if generation.exists() else None
+        generation_config = read_json_object(generation) if generation.exists() else None
         return cls.from_config(config, generation_config, max_seq_len=max_seq_len)
 
     def check_agrees(self, found: ModelSpec) -> None:
@@ -219,12 +219,12 @@ class ModelSpec:
         """Number of parameters; a tied head counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
-    def kv_bytes_per_token(self, kv_bytes: int, tp: int = 1) -> int:
-        """Bytes of one token's keys and values on one rank, for elements of ``kv_bytes`` bytes over ``tp`` ranks.
+    def kv_bytes_per_token(self, element_bytes: int, tp: int = 1) -> int:
+        """Bytes of one token's keys and values on one rank, for elements of ``element_bytes`` bytes over ``tp`` ranks.
 
         Ranks beyond the number of key/value heads hold copies of heads, so they save nothing more.
         """
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * kv_bytes // min(tp, self.num_kv_heads)
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * element_bytes // min(tp, self.num_kv_heads)
 
     def position_limit(self, max_seq_len: int | None, *, allow_long_context: bool = False) -> int:
         """Positions that a sequence may have: ``max_seq_len`` or, if None, the model's own limit.

@@ -145,10 +145,10 @@ class Forecast(Policy):
     """Admits a sequence if the chance that it will have to yield is at most ``risk``.
 
     The youngest yields, so the question is whether the pool will hold the newcomer and those before it until the
-    newcomer ends. Each sequence grows by a token a step, until a step that nobody knows; how likely it is to stop at
-    each length, the ``LengthHistory`` tells. What those running hold at some step to come is then a sum of
-    independent numbers of known mean and variance, and nearly normal. Blocks that running sequences share count once:
-    each sequence is taken to hold its even part of them.
+    newcomer ends. Each sequence grows by a token a step and stops at a step that is not known; the ``LengthHistory``
+    tells how likely it is to stop at each length. The blocks that all running sequences hold at a later step are then
+    a sum of independent numbers of known mean and variance, and nearly normal. Blocks that running sequences share
+    count once: each sequence is taken to hold its even part of them.
 
     Attributes:
         risk: accepted chance that a newcomer is preempted before it ends, above 0 and below 1. A small one computes
@@ -164,33 +164,33 @@ class Forecast(Policy):
             raise ValueError(f"policy.risk must be above 0 and below 1, not {self.risk!r}")
 
     def blocks_kept_free(self, sequence: Sequence, load: Load) -> int:
-        """Blocks by which all that runs may grow before ``sequence`` ends, as many as ``risk`` asks for."""
+        """Blocks by which the running sequences may grow before ``sequence`` ends, but for a chance of ``risk``."""
         if not load.running:
             return 0
-        hazard, groups = _look(sequence, load)
-        block_size, num_used, output = load.block_size, load.num_used, sequence.num_output
-        end = _last_step(sequence.request.max_tokens - output, block_size)
+        hazard, groups = _survey(sequence, load)
+        block_size, num_used, own_output = load.block_size, load.num_used, sequence.num_output
+        end = _last_step(sequence.request.max_tokens - own_output, block_size)
         # The expected sum is smooth except where a group reaches its bound: to find its peak, a look at those times and
         # at each doubling will do.
         times = {block_size << power for power in range((end // block_size).bit_length())}
         times.update(group.last for group in groups)
         times.add(end)
         times.discard(0)
-        passed = hazard.up_to(output)
+        own_passed = hazard.up_to(own_output)
         margin = 0.0
         for time in sorted(times):
             # The newcomer yields if it still runs and the pool is full: the product of both chances is to be the risk.
-            stays = math.exp(passed - hazard.up_to(output + time))
+            stays = math.exp(own_passed - hazard.up_to(own_output + time))
             if time > end or stays <= self.risk:
                 break
             chance = self.risk / stays
             grown = time / block_size
             growth = most = grown - num_used
             variance = 0.0
-            for number, mean, before, blocks, last in groups:
+            for number, output, passed, held, last in groups:
                 if time <= last:
-                    lives = math.exp(before - hazard.up_to(mean + time))
-                    blocks += number * grown
+                    lives = math.exp(passed - hazard.up_to(output + time))
+                    blocks = held + number * grown
                     most += blocks
                     growth += lives * blocks
                     variance += lives * (1 - lives) * blocks * blocks / number
@@ -211,25 +211,25 @@ POLICIES: Final[Mapping[str, type[Policy]]] = {
 
 
 class _Group(NamedTuple):
-    """Running sequences that have come about as far, and may come about as far.
+    """Running sequences with about as much output, and about as much left to their ``max_tokens``.
 
     Attributes:
         number: how many.
         output: output tokens of each, on average.
-        hazard: of all tokens before these.
-        blocks: that they hold together, their part of shared ones included.
+        passed: the hazard of these tokens, which each of them has outlived.
+        held: blocks that they hold together, their part of shared ones included.
         last: steps from now after which none of them is left, a multiple of the block size.
     """
 
     number: int
     output: float
-    hazard: float
-    blocks: float
+    passed: float
+    held: float
     last: int
 
 
-def _look(sequence: Sequence, load: Load) -> tuple[Hazard, list[_Group]]:
-    """What lengths are to be expected, and those that run, in few groups."""
+def _survey(sequence: Sequence, load: Load) -> tuple[Hazard, list[_Group]]:
+    """How likely samples are to stop at each length, and the running sequences in a few groups."""
     counts, tokens = [0] * len(BOUNDS), [0] * len(BOUNDS)
     output, longest = sequence.num_output, sequence.request.max_tokens
     span = span_of(output)

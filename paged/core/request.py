@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
-from paged.core.checks import check_whole
+from paged.core.checks import check_number, check_whole
 from paged.core.prompt import AnyPrompt
 
 # What a prompt can be given as.
@@ -73,12 +73,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _check_number("temperature", self.temperature, 0.0, 1e4)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e4)
+        check_number("temperature", self.temperature, 0.0, 1e4)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e4)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         if any(not text for text in self.stop):
@@ -147,7 +147,7 @@ class Request:
         return (self.id, self.sample)
 
 
-def check_messages(messages: Any) -> None:
+def check_messages(messages: object) -> None:
     """Refuse, as a ``ValueError``, what is no conversation: a list of objects with the role and the content of each.
 
     Content is a text or a list of parts, which are objects; beside ``tool_calls`` it may be None.
@@ -179,14 +179,7 @@ def sample_seed(request_id: str, seed: int | None, sample: int, engine_seed: int
     return stable_hash("id", engine_seed, request_id, sample)
 
 
-def _check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not number or (open_low and value == low):
-        allowed = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
-        raise ValueError(f"{name} must be a number {allowed}, not {value!r}")
-
-
-def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: object, kind: type) -> tuple[Any, ...]:
     items = (value,) if isinstance(value, kind) else value
     if isinstance(items, str | bytes) or not isinstance(items, Sequence):
         raise ValueError(f"{name} must be a list of {kind.__name__}, not {value!r}")
@@ -196,7 +189,7 @@ def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _as_bias(value: Any) -> tuple[tuple[int, float], ...]:
+def _as_bias(value: object) -> tuple[tuple[int, float], ...]:
     if isinstance(value, tuple):
         value = dict(value)
     if not isinstance(value, Mapping):
@@ -207,7 +200,7 @@ def _as_bias(value: Any) -> tuple[tuple[int, float], ...]:
         text = str(token)
         if not text.isdecimal():
             raise ValueError(f"logit_bias must map token ids to numbers, not the key {token!r}")
-        _check_number(f"logit_bias[{text}]", number, -1e4, 1e4)
+        check_number(f"logit_bias[{text}]", number, -1e4, 1e4)
         if int(text) in bias:
             raise ValueError(f"logit_bias holds token id {int(text)} twice")
         bias[int(text)] = float(number)

@@ -21,7 +21,8 @@ class PrefixReuse:
         is_enabled: whether anything is reused at all.
 
     Attributes:
-        num_unled: keys that have lost their leader so far; while it stands still, whoever waits for one waits on.
+        num_leads_ended: counts up whenever a key loses its leader. As long as it has not changed, every sequence that
+            was found to wait for a leader still waits.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, is_enabled: bool) -> None:
@@ -30,7 +31,7 @@ class PrefixReuse:
         self._block_size = block_size
         self._salt = _salt_of(weight_version=0)
         self._leaders: dict[Key, Sequence] = {}
-        self.num_unled = 0
+        self.num_leads_ended = 0
 
     def match(self, sequence: Sequence) -> list[int] | None:
         """Published blocks that ``sequence`` can adopt, or None if it waits for a leader to compute the next one.
@@ -83,22 +84,22 @@ class PrefixReuse:
         first = sequence.num_published
         filled = sequence.keys[first:full]
         self._pool.publish_all(sequence.blocks[first:full], filled)
-        self._unlead(sequence, filled)
+        self._end_leads(sequence, filled)
         sequence.num_published = full
         sequence.publish_at = (full + 1) * self._block_size
 
     def leave(self, sequence: Sequence) -> None:
         """Forget ``sequence`` as a leader: it gives up its blocks."""
-        self._unlead(sequence, sequence.keys[sequence.num_published :])
+        self._end_leads(sequence, sequence.keys[sequence.num_published :])
 
-    def _unlead(self, sequence: Sequence, keys: Seq[Key]) -> None:
+    def _end_leads(self, sequence: Sequence, keys: Seq[Key]) -> None:
         """Take from ``sequence`` those of ``keys`` that it leads: their blocks are there, or will not come from it."""
         leaders = self._leaders
         if leaders:
             for key in keys:
                 if leaders.get(key) is sequence:
                     del leaders[key]
-                    self.num_unled += 1
+                    self.num_leads_ended += 1
 
     def forget(self, weight_version: int) -> None:
         """Let nothing computed so far be found again; keys made from now on are those of other weights.

@@ -17,7 +17,7 @@ from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, Started, StepPlan, StepRes
 from paged.core.policy import Fifo, Load, Policy, num_blocks_for
 from paged.core.request import Request
 from paged.core.reuse import PrefixReuse
-from paged.core.sequence import FinishReason, Sequence, Status
+from paged.core.sequence import COMPLETE, FinishReason, Sequence, Status
 from paged.core.steady import SteadyDecode
 
 
@@ -116,11 +116,11 @@ class Scheduler:
         self._reuse = PrefixReuse(self.pool, config.block_size, config.prefix_reuse)
         self._load = Load(self._running, self.pool, config.block_size, LengthHistory())
         self._steady: SteadyDecode | None = None
-        # `num_unled` of the reuse when all that wait were found to follow leaders: nobody can be admitted until it
-        # changes. -1 where that is not known, because the queue has changed.
+        # `num_leads_ended` of the reuse when every waiting sequence was found to wait for a leader: until it changes,
+        # nobody can be admitted. -1 if that is not known, because the queue has changed since.
         self._all_follow_at = -1
-        # The head of the queue if the policy has refused it, and how many blocks it could adopt then: the answer holds
-        # until a running sequence leaves.
+        # The head of the queue, if the policy has refused it, and the number of blocks that it could adopt then. The
+        # refusal holds until a running sequence leaves.
         self._refused: tuple[Sequence, int] | None = None
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
@@ -409,7 +409,7 @@ class Scheduler:
         A sequence whose prefix a running leader is computing lets those behind it pass until that is done.
         """
         pool, policy, load = self.pool, self.policy, self._load
-        if self._all_follow_at == self._reuse.num_unled:
+        if self._all_follow_at == self._reuse.num_leads_ended:
             return
         passed: list[Sequence] = []
         try:
@@ -435,7 +435,7 @@ class Scheduler:
                 self._waiting.popleft()
                 self._start(sequence, adopted, draft)
             if not self._waiting:
-                self._all_follow_at = self._reuse.num_unled
+                self._all_follow_at = self._reuse.num_leads_ended
         finally:
             # Also when a policy raises: nobody may fall out of the queue.
             self._waiting.extendleft(reversed(passed))
@@ -579,7 +579,7 @@ class Scheduler:
         counters.prompt_tokens += sequence.num_prompt
         counters.output_tokens += sequence.num_output
         counters.minimal_forward_tokens += sequence.num_committed - 1
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in COMPLETE:
             self._load.lengths.add(sequence.num_output, reason is FinishReason.STOP)
         return Finished(request, reason, sequence.num_output, sequence.num_preemptions, sequence.num_cached_tokens)
 

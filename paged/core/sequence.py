@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import Enum, StrEnum
+from typing import Final
 
 from paged.core.prompt import Key
 from paged.core.request import Request
@@ -24,6 +25,10 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
+"""Why sequences end that have all the tokens they were to get."""
 
 
 class Sequence:

@@ -10,7 +10,7 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.core.request import stable_hash
-from paged.kernels.attention import BatchLayout
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.numerics import Numerics

@@ -19,7 +19,8 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.kernels.activation import silu_mul
-from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.attention import attention
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.heads import norm_rope_store
 from paged.kernels.kv_cache import LayerCache
@@ -162,7 +163,8 @@ class QKNorm(nn.Module):
 
     def _normed(self, norm: RMSNorm, x_TK: torch.Tensor) -> torch.Tensor:
         if self.k_segments == 1:
-            return norm(x_TK.unflatten(-1, (-1, norm.weight.shape[0]))).flatten(1)
+            normed_THD: torch.Tensor = norm(x_TK.unflatten(-1, (-1, norm.weight.shape[0])))
+            return normed_THD.flatten(1)
         return scale_rows(x_TK, norm.weight, norm.eps, sum_of_squares(x_TK, self.k_segments), x_TK.shape[1])
 
     def tensors(self) -> NamedTensors:
@@ -256,7 +258,8 @@ class MLP(nn.Module):
 
     def forward(self, x_TN: torch.Tensor) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
-        return self.down(silu_mul(self.gate_up(x_TN)))
+        down_TN: torch.Tensor = self.down(silu_mul(self.gate_up(x_TN)))
+        return down_TN
 
     def tensors(self) -> NamedTensors:
         """All weights, by checkpoint name."""

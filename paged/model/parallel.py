@@ -19,7 +19,8 @@ from torch import nn
 
 from paged.core.model_spec import ModelSpec
 from paged.core.sharding import check_k_segments, check_tp, local_part, local_spec
-from paged.kernels.attention import BatchLayout, is_canonical
+from paged.kernels.attention import is_canonical
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.kv_cache import LayerCache
 from paged.kernels.linear import add_bias, linear, partial_linear

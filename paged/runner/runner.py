@@ -13,16 +13,10 @@ import torch
 from paged.core.plan import SAMPLE, SCORE, StepPlan, StepResult
 from paged.core.request import Request
 from paged.kernels import vocab_parallel
-from paged.kernels.attention import BatchLayout
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.numerics import compute_dtype
-from paged.kernels.sampling import (
-    LogitBias,
-    Penalties,
-    SampledRows,
-    sample,
-    token_logprobs,
-    top_logprobs,
-)
+from paged.kernels.sampling import SampledRows, sample, token_logprobs, top_logprobs
+from paged.kernels.sampling_columns import LogitBias, Penalties
 from paged.model.checkpoint import update_decoder
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache

@@ -18,7 +18,7 @@ import torch
 from paged.core.plan import Started, StepPlan
 from paged.core.policy import num_blocks_for
 from paged.core.request import Request, SamplingParams
-from paged.kernels.sampling import SamplingColumns
+from paged.kernels.sampling_columns import SamplingColumns
 from paged.runner.text import TextStream, Tokenizer
 from paged.runner.transfers import upload
 
@@ -125,7 +125,7 @@ class SlotTables:
         self._states = [None] * len(self._states)
 
     def asks(self, slots: Sequence[int]) -> int:
-        """``Asks`` of which some of the slots has some."""
+        """All that the sequences in some slots ask for, taken together."""
         return int(np.bitwise_or.reduce(self._asks_S[slots], initial=0))
 
     def apply(self, plan: StepPlan) -> None:
@@ -207,7 +207,7 @@ class SlotTables:
         Args:
             slot_R: int64, on the device.
             position_R: int64, of the tokens to be drawn.
-            asks: ``Asks`` of which some row has some.
+            asks: all that the rows ask for, taken together.
         """
         temperature_R, seeds_R, top_k_R, top_p_R, min_p_R = self._sampling_5S.index_select(1, slot_R)
         return SamplingColumns(

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +57,24 @@ def can_graph(decoder: Decoder, cache: KVCache) -> bool:
     spec = decoder.local_spec
     q_THD = torch.empty((1, spec.num_heads, spec.head_dim), dtype=decoder.dtype, device=cache.device)
     return unsupported(q_THD, cache.layers[0], decoder.numerics) is None
+
+
+class _Columns(NamedTuple):
+    """A plan's columns as arrays, int32 [B]; row b's tokens are rows ``offsets_B[b] .. ends_B[b] - 1`` of the step."""
+
+    slots_B: np.ndarray
+    starts_B: np.ndarray
+    lengths_B: np.ndarray
+    offsets_B: np.ndarray
+    ends_B: np.ndarray
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _Columns:
+        slots, starts, lengths = (
+            np.asarray(column, dtype=np.int32) for column in (plan.slots, plan.starts, plan.lengths)
+        )
+        ends = np.cumsum(lengths, dtype=np.int32)
+        return cls(slots, starts, lengths, ends - lengths, ends)
 
 
 class StepGraphs:
@@ -131,65 +150,70 @@ class StepGraphs:
             plan: without scores of prompts.
             rows: of the plan, those that ``sample`` will be asked for.
         """
-        slots, starts, lengths = (
-            np.asarray(column, dtype=np.int32) for column in (plan.slots, plan.starts, plan.lengths)
-        )
-        ends = np.cumsum(lengths, dtype=np.int32)
-        num_tokens = int(ends[-1])
+        columns = _Columns.of(plan)
+        num_tokens = int(columns.ends_B[-1])
         assert num_tokens <= self._sizes[-1], (num_tokens, self._sizes[-1])
         size = self._sizes[self._size_index(num_tokens)]
-        offsets = ends - lengths
-        has_chunks = num_tokens > len(slots)
+        has_chunks = num_tokens > len(columns.slots_B)
+        places = columns.starts_B, columns.lengths_B, columns.offsets_B, columns.slots_B
         items_I4, decoded_N3, most_splits = decode_arrays(
-            starts,
-            lengths,
-            offsets,
-            slots,
-            split=self._split,
-            num_kv_heads=self._num_kv_heads,
-            num_programs=self._num_programs,
+            *places, split=self._split, num_kv_heads=self._num_kv_heads, num_programs=self._num_programs
         )
         if len(items_I4) > self._most_items:
-            if not self._has_warned:
-                _LOG.warning(
-                    "steps are launched one by one while their attention is more than %d pieces of work",
-                    self._most_items,
-                )
-            self._has_warned = True
+            self._warn_of_plain_launches()
             return False
-        tiles_N4 = items_I4[:0]
-        if has_chunks:
-            tiles_N4 = tile_arrays(starts, lengths, offsets, slots, num_positions=self._tile_positions)
-        slot_T, position_T, tiles, items = self._sections(size, has_chunks)
-        num_words = items.start + items_I4.size
-        host = staging(num_words, self._inputs.device)
-        words = host.numpy()
-        words[: self._front] = 0
-        words[self._counts] = len(items_I4), len(tiles_N4), 0, 0
-        _put(words, self._last, ends - 1)
-        _put(words, self._row, rows)
-        words[self._slot] = self._slots.padding_slot
-        _put(words, self._slot, slots[rows])
-        _put(words, self._position, (starts + lengths)[rows])
-        words[self._decoded] = -1
-        _put(words, self._decoded, decoded_N3.ravel())
-        words[slot_T] = self._slots.padding_slot
-        words[position_T] = 0
-        if has_chunks:
-            sequence_T = np.repeat(np.arange(len(slots)), lengths)
-            _put(words, slot_T, slots[sequence_T])
-            _put(words, position_T, np.arange(num_tokens, dtype=np.int32) + (starts - offsets)[sequence_T])
-            _put(words, tiles, tiles_N4.ravel())
-        else:
-            _put(words, slot_T, slots)
-            _put(words, position_T, starts)
-        words[items.start :] = items_I4.ravel()
-        self._inputs[:num_words].copy_(host, non_blocking=True)
-        self._num_rows, self._num_sampled = len(slots), len(rows)
+        tiles_N4 = tile_arrays(*places, num_positions=self._tile_positions) if has_chunks else None
+        self._rewrite_inputs(size, columns, rows, items_I4, decoded_N3, tiles_N4)
+        self._num_rows, self._num_sampled = len(columns.slots_B), len(rows)
         # With few rows the graph for splits is there already, and does for whole rows, too.
         has_splits = most_splits > 0 or size <= self._most_split_rows
         self._run_compute(size, has_chunks=has_chunks, has_splits=has_splits)
         return True
+
+    def _warn_of_plain_launches(self) -> None:
+        if not self._has_warned:
+            _LOG.warning(
+                "steps are launched one by one while their attention is more than %d pieces of work", self._most_items
+            )
+        self._has_warned = True
+
+    def _rewrite_inputs(
+        self,
+        size: int,
+        columns: _Columns,
+        rows: Sequence[int],
+        items_I4: np.ndarray,
+        decoded_N3: np.ndarray,
+        tiles_N4: np.ndarray | None,
+    ) -> None:
+        """Send what the graphs of ``size`` rows read for this step to the device, in one copy; ``rows`` sample."""
+        slots, starts = columns.slots_B, columns.starts_B
+        slot_T, position_T, tiles, items = self._sections(size, has_chunks=tiles_N4 is not None)
+        num_words = items.start + items_I4.size
+        host = staging(num_words, self._inputs.device)
+        words = host.numpy()
+        words[: self._front] = 0
+        words[self._counts] = len(items_I4), 0 if tiles_N4 is None else len(tiles_N4), 0, 0
+        _put(words, self._last, columns.ends_B - 1)
+        _put(words, self._row, rows)
+        words[self._slot] = self._slots.padding_slot
+        _put(words, self._slot, slots[rows])
+        _put(words, self._position, (starts + columns.lengths_B)[rows])
+        words[self._decoded] = -1
+        _put(words, self._decoded, decoded_N3.ravel())
+        words[slot_T] = self._slots.padding_slot
+        words[position_T] = 0
+        if tiles_N4 is None:
+            _put(words, slot_T, slots)
+            _put(words, position_T, starts)
+        else:
+            sequence_T = np.repeat(np.arange(len(slots)), columns.lengths_B)
+            first_T = (starts - columns.offsets_B)[sequence_T]
+            _put(words, slot_T, slots[sequence_T])
+            _put(words, position_T, np.arange(len(sequence_T), dtype=np.int32) + first_T)
+            _put(words, tiles, tiles_N4.ravel())
+        words[items.start :] = items_I4.ravel()
+        self._inputs[:num_words].copy_(host, non_blocking=True)
 
     def sample(self, asks: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Draw the tokens of the rows given to ``compute``, and keep them for the next step.

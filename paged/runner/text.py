@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from paged.core.json_files import read_json
+from paged.core.json_files import read_json_object
 from paged.core.request import PROMPT_FORMS, check_messages
 
 
@@ -37,7 +37,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
         config = folder / "tokenizer_config.json"
-        self._config = read_json(config) if config.is_file() else {}
+        self._config = read_json_object(config) if config.is_file() else {}
         self._template_text = _chat_template(folder, self._config)
         self._folder = folder
 
@@ -164,7 +164,7 @@ def check_prompt_form(prompt: Mapping[str, Any]) -> None:
         raise ValueError(f"the prompt must hold exactly one of {forms}, not {keys}")
 
 
-def token_ids_of(prompt: Any) -> list[int]:
+def token_ids_of(prompt: object) -> list[int]:
     """Token ids of a prompt that needs no tokenizer: a list of ids, or a mapping with ``prompt_token_ids``."""
     if isinstance(prompt, Mapping):
         check_prompt_form(prompt)
@@ -188,7 +188,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _token_text(token: Any) -> str:
+def _token_text(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
 
 

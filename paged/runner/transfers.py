@@ -39,7 +39,8 @@ def download_all(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(download(tensor) for tensor in tensors)
 
 
-# After so long without work the clock is set by the host's: up to there a float32 of milliseconds tells microseconds.
+# After so long without work the clock is set by the host's again: a card tells times as float32 of milliseconds, which
+# tell microseconds apart up to about here.
 MOST_IDLE_S: Final = 10.0
 
 

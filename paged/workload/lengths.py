@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+from paged.core.checks import check_number, check_whole
 from paged.workload.job import MAX_LENGTH, InputFiles
 from paged.workload.trace import read_lengths, trace_files
 
@@ -38,7 +38,7 @@ class Fixed(Lengths):
     length: int
 
     def __post_init__(self) -> None:
-        _check_length("length", self.length)
+        check_whole("length", self.length, 1, MAX_LENGTH)
 
     def sampler(self) -> Sampler:
         """Draws nothing."""
@@ -73,8 +73,8 @@ class LogNormal(Lengths):
     high: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("median", self.median, 0.0, MAX_LENGTH, open_low=True)
-        _check_number("sigma", self.sigma, 0.0, 10.0)
+        check_number("median", self.median, 0.0, MAX_LENGTH, open_low=True)
+        check_number("sigma", self.sigma, 0.0, 10.0)
         _check_bounds(self.low, self.high)
         _check_median(self.median, self.low)
 
@@ -98,8 +98,8 @@ class Pareto(Lengths):
     high: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("scale", self.scale, 0.0, MAX_LENGTH, open_low=True)
-        _check_number("alpha", self.alpha, 0.1, 100.0)
+        check_number("scale", self.scale, 0.0, MAX_LENGTH, open_low=True)
+        check_number("alpha", self.alpha, 0.1, 100.0)
         _check_bounds(self.low, self.high)
         _check_median(self.scale * 2 ** (1 / self.alpha), self.low)
 
@@ -129,7 +129,7 @@ class Empirical(Lengths):
         if self.lengths is not None and not self.lengths:
             raise ValueError("lengths must hold at least one length")
         for length in self.lengths or ():
-            if not _is_length(length):
+            if type(length) is not int or not 1 <= length <= MAX_LENGTH:
                 raise ValueError(f"lengths must be whole numbers from 1 to {MAX_LENGTH}, not {length!r}")
 
     def sampler(self) -> Sampler:
@@ -254,20 +254,10 @@ def _empirical(given: dict[str, Any], key: str) -> dict[str, Any]:
     }
 
 
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_LENGTH
-
-
-def _check_length(name: str, value: object) -> None:
-    if not _is_length(value):
-        raise ValueError(f"{name} must be a whole number from 1 to {MAX_LENGTH}, not {value!r}")
-
-
-def _check_bounds(low: object, high: int | None) -> None:
-    _check_length("low", low)
-    assert isinstance(low, int)
+def _check_bounds(low: int, high: int | None) -> None:
+    check_whole("low", low, 1, MAX_LENGTH)
     if high is not None:
-        _check_length("high", high)
+        check_whole("high", high, 1, MAX_LENGTH)
         if high < low:
             raise ValueError(f"high must be at least low, {low}, not {high}")
 
@@ -275,10 +265,3 @@ def _check_bounds(low: object, high: int | None) -> None:
 def _check_median(median: float, low: int) -> None:
     if low > median:
         raise ValueError(f"low must be at most the median, {median:g}, not {low}, which most would have")
-
-
-def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
-        allowed = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise ValueError(f"{name} must be a number {allowed}, not {value!r}")

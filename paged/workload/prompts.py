@@ -189,12 +189,12 @@ def _check_course(line: PromptLine) -> None:
         raise ValueError(f"arrival_s must be a number of seconds from 0 to {MAX_SECONDS:g}, not {reprlib.repr(time)}")
 
 
-def _check_text(value: Any) -> None:
+def _check_text(value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"prompt must be a text of at least one character, not {reprlib.repr(value)}")
 
 
-def _check_ids(value: Any) -> None:
+def _check_ids(value: object) -> None:
     if not isinstance(value, list) or not value:
         raise ValueError(f"prompt_token_ids must be a list of at least one token id, not {reprlib.repr(value)}")
     for token in value:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from paged.core.prompt import AnyPrompt, HashedPrompt, OpaquePrompt, Prompt
 from paged.core.request import SamplingParams
+from paged.core.sequence import COMPLETE
 from paged.workload.job import MAX_LENGTH, MAX_SECONDS, InputFiles, Job, SizedWorkload, capped
 from paged.workload.jsonl import lines_of, parse_object
 from paged.workload.prompts import PromptLine, read_prompts
@@ -28,7 +29,6 @@ HASH_BLOCK_SIZE: Final = 512
 _AZURE: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE: Final = ("timestamp", "input_length", "output_length")
 _RESULTS: Final = ("id", "sample", "prompt_token_ids", "token_ids", "finish_reason")
-_COMPLETE: Final = ("stop", "length")
 _PROMPTS: Final = "inputs/prompts.jsonl"
 """Where a run keeps its prompts, from the folder of its results."""
 
@@ -253,7 +253,7 @@ def _results(path: Path, lines: Sequence[bytes]) -> list[Row]:
                 num_unfinished += 1
                 break
             raise
-        if values["finish_reason"] not in _COMPLETE:
+        if values["finish_reason"] not in COMPLETE:
             num_unfinished += 1
             continue
         request_id, sample = values["id"], values["sample"]

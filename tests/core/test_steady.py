@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_device import ask, assert_idle
+from paged.core.limits import SchedulerConfig
 from paged.core.metrics import Counters
 from paged.core.plan import SAMPLE, StepPlan, StepResult
 from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import OpaquePrompt, Prompt
 from paged.core.request import Request, SamplingParams
-from paged.core.scheduler import Commit, NonFiniteLogitsError, Scheduler, SchedulerConfig
+from paged.core.scheduler import Commit, NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason, Sequence
 
 

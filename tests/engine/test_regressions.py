@@ -43,7 +43,8 @@ from paged import Engine, SampleUpdate, SamplingParams
 from paged.core.blocks import BlockPool
 from paged.core.policy import Load, Policy
 from paged.core.sequence import Sequence as ScheduledSequence
-from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.attention import attention
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import LayerCache, store
 from paged.kernels.numerics import Numerics
 from paged.model.decoder import Decoder

@@ -7,7 +7,7 @@ from paged.core.request import Request, SamplingParams
 from paged.core.scheduler import Finished
 from paged.core.sequence import FinishReason
 from paged.runner.payload import StepPayload, Stop
-from paged.samples import Brought, Samples
+from paged.samples import Samples, StepOutput
 
 
 class Words:
@@ -48,7 +48,7 @@ def test_each_row_goes_to_its_own_sample() -> None:
     samples = Samples(None, "id")
     samples.add([first, second], stream_text=True)
     top = ([7], [-0.5])
-    samples.take_in(Brought(payload(5, 6, 7, 8, top_logprobs={1: top, 3: top}), [first, None, dropped, second], ()))
+    samples.take_in(StepOutput(payload(5, 6, 7, 8, top_logprobs={1: top, 3: top}), [first, None, dropped, second], ()))
     assert [sample.token_ids for sample in samples.live.values()] == [[5], [8]]
     assert [sample.behavior_logprobs for sample in samples.live.values()] == [[-10.0], [-16.0]]
     assert [sample.top_logprobs for sample in samples.live.values()] == [[], [top]]
@@ -65,10 +65,10 @@ def test_an_end_is_told_with_the_last_token_and_the_stop_is_no_text() -> None:
     ends, goes_on = request("a"), request("b")
     samples = Samples(Words(), "id")  # type: ignore[arg-type]
     samples.add([ends, goes_on], stream_text=True)
-    samples.take_in(Brought(payload(4, 5), [ends, goes_on], ()))
+    samples.take_in(StepOutput(payload(4, 5), [ends, goes_on], ()))
     stop = {0: Stop(None, is_token=True)}
     finished = [Finished(ends, FinishReason.STOP, 2, 0, 0)]
-    samples.take_in(Brought(payload(9, 6, stops=stop), [ends, goes_on], finished))
+    samples.take_in(StepOutput(payload(9, 6, stops=stop), [ends, goes_on], finished))
     told = samples.take_updates(["a", "b"])
     assert [(update.request_id, update.token_ids, update.text) for update in told] == [
         ("a", [4], "4 "),
@@ -92,7 +92,7 @@ def test_another_request_may_have_the_id_of_one_that_was_forgotten() -> None:
     samples.add([old], stream_text=False)
     samples.forget(["a"])
     samples.add([new], stream_text=False)
-    samples.take_in(Brought(payload(3), [old], [Finished(old, FinishReason.ABORT, 1, 0, 0)]))
+    samples.take_in(StepOutput(payload(3), [old], [Finished(old, FinishReason.ABORT, 1, 0, 0)]))
     assert samples.undelivered == {}
     assert [sample.token_ids for sample in samples.live.values()] == [[]]
 
@@ -101,7 +101,7 @@ def test_updates_that_an_output_holds_are_dropped() -> None:
     first, second = request("a"), request("a", 1)
     samples = Samples(None, "id")
     samples.add([first, second], stream_text=False)
-    samples.take_in(Brought(payload(3, 4), [first, second], ()))
+    samples.take_in(StepOutput(payload(3, 4), [first, second], ()))
     samples.drop_updates("a", {0})
     assert [update.sample for update in samples.undelivered["a"]] == [1]
     samples.drop_updates("a", {1})

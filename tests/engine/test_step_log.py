@@ -17,11 +17,12 @@ import torch
 
 from engine_tools import INVARIANT, SEEDED, SPEC, VOCAB, Arrival, drive, make_engine, random_prompt, runner_of
 from paged import CompletionOutput, Engine, SampleUpdate
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import StepPlan, StepResult
 from paged.core.policy import Fifo, Policy, Reserve, Watermark
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams
-from paged.core.scheduler import NonFiniteLogitsError, Scheduler, SchedulerConfig
+from paged.core.scheduler import NonFiniteLogitsError, Scheduler
 from paged.core.sequence import FinishReason
 from paged.model.decoder import Decoder
 from paged.step_log import StepLog

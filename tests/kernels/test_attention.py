@@ -10,8 +10,8 @@ import torch
 
 from oracles import dense_attention
 from paged.kernels import attention as attention_module
-from paged.kernels.attention import BatchLayout, attention
-from paged.kernels.batch_layout import WHOLE, decode_arrays, most_split_rows, tile_arrays
+from paged.kernels.attention import attention
+from paged.kernels.batch_layout import WHOLE, BatchLayout, decode_arrays, most_split_rows, tile_arrays
 from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 

@@ -14,10 +14,10 @@ from card_tools import ON_CARD, needs_card, needs_hopper
 from oracles import dense_attention
 from paged.kernels import attention_hopper, attention_hopper_decode
 from paged.kernels import attention_triton as attention_triton_module
-from paged.kernels.attention import BatchLayout, attention
+from paged.kernels.attention import attention
 from paged.kernels.attention_hopper import span_of
 from paged.kernels.attention_triton import attention_triton, positions_per_tile, unsupported
-from paged.kernels.batch_layout import WHOLE, ChunkTiles, DecodeWork, decode_arrays, tile_arrays
+from paged.kernels.batch_layout import WHOLE, BatchLayout, ChunkTiles, DecodeWork, decode_arrays, tile_arrays
 from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.kernels.numerics import Numerics
 

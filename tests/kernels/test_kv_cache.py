@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged.core.model_spec import ModelSpec
-from paged.kernels.attention import BatchLayout
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import FP8, LayerCache, store
 from paged.runner.kv_cache import KVCache
 

@@ -19,10 +19,7 @@ from torch import Tensor
 from paged.kernels.exponential import mass_scale
 from paged.kernels.philox import gumbel_noise
 from paged.kernels.sampling import (
-    LogitBias,
-    Penalties,
     SampledRows,
-    SamplingColumns,
     _distribution,
     highest,
     log_of_mass,
@@ -36,6 +33,7 @@ from paged.kernels.sampling import (
     token_logprobs,
     top_logprobs,
 )
+from paged.kernels.sampling_columns import LogitBias, Penalties, SamplingColumns
 
 QWEN_VOCAB = 151_936
 TOLERANCES = [(5, 1e-12), (99, 1e-12), (100, 1e-12), (260, 1e-12), (QWEN_VOCAB, 1e-7)]

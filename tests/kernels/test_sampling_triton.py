@@ -19,16 +19,8 @@ import triton.language as tl
 
 from card_tools import needs_card
 from paged.kernels import exponential, sampling, sampling_adjust_triton, sampling_math_triton, sampling_triton
-from paged.kernels.sampling import (
-    LogitBias,
-    Penalties,
-    SampledRows,
-    SamplingColumns,
-    sample,
-    sample_by_torch,
-    sample_on_card,
-    token_logprobs,
-)
+from paged.kernels.sampling import SampledRows, sample, sample_by_torch, sample_on_card, token_logprobs
+from paged.kernels.sampling_columns import LogitBias, Penalties, SamplingColumns
 from tests.kernels.test_exponential import around_whole_exponents, inverse_temperatures
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

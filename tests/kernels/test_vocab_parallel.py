@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from paged.kernels import sampling, vocab_parallel
 from paged.kernels.collectives import SINGLE, RankGroup
-from paged.kernels.sampling import SampledRows, SamplingColumns
+from paged.kernels.sampling import SampledRows
+from paged.kernels.sampling_columns import SamplingColumns
 from ranks import RankPool
 
 # Rows a vocabulary: NaN and infinities among them where asked for.

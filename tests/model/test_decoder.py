@@ -12,7 +12,7 @@ import torch
 from oracles import ContiguousDecoder, random_qwen3_folder, raw_greedy, raw_logits, read_folder
 from paged.core.model_spec import ModelSpec
 from paged.kernels import heads
-from paged.kernels.attention import BatchLayout
+from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.kv_cache import FP8, LayerCache
 from paged.kernels.numerics import Numerics
 from paged.model.checkpoint import load_decoder

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from loop_tools import Ticks, Watched, random_case
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import StepPlan
 from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import HashedPrompt, OpaquePrompt
-from paged.core.scheduler import Scheduler, SchedulerConfig
+from paged.core.scheduler import Scheduler
 from paged.core.sequence import Sequence
 from paged.sim import driver
 from paged.sim.driver import simulate
@@ -281,7 +282,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
 
 
 def test_an_interruption_between_steps_keeps_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_STEPS_PER_LOOK", 10)
+    monkeypatch.setattr(driver, "_STEPS_PER_CHECK", 10)
     monkeypatch.setattr(driver, "_SECONDS_PER_CALL", 0.0)
 
     def stop(record: SimRecord, num_ended: int) -> None:
@@ -299,7 +300,7 @@ def test_an_interruption_between_steps_keeps_what_was_generated(monkeypatch: pyt
 
 
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_STEPS_PER_LOOK", 10)
+    monkeypatch.setattr(driver, "_STEPS_PER_CHECK", 10)
     monkeypatch.setattr(driver, "_SECONDS_PER_CALL", 0.0)
     told: list[tuple[int, int]] = []
     jobs = [job(f"r{i}", 3, 9, 10.0 * i) for i in range(6)]

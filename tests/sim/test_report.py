@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
-from paged.results import percentile as run_percentile
 from paged.sim.record import SimRecord
-from paged.sim.report import SCALARS, combine, flat, percentile, refusals, seconds, seed_rows, summarize, summary_table
+from paged.sim.report import SCALARS, combine, flat, refusals, seconds, seed_rows, summarize, summary_table
 
 
 def test_counts_and_times(record: SimRecord) -> None:
@@ -109,13 +107,6 @@ def test_a_run_in_which_everything_was_refused_has_a_table_too() -> None:
 def test_every_number_has_a_name_to_optimise(record: SimRecord) -> None:
     named = [name for name, _ in flat(summarize(record)) if not name.startswith("finish_reasons.")]
     assert sorted(named) == sorted(SCALARS)
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 10, 99, 100, 101])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 0.99, 1.0])
-def test_percentiles_are_those_of_a_run(size: int, share: float) -> None:
-    values = list(range(7, 7 + size))
-    assert percentile(np.array(values, np.int64), share) == run_percentile(values, share)
 
 
 def test_seeds_give_means_and_intervals(record: SimRecord) -> None:

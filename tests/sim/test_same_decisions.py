@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from engine_tools import INVARIANT, SPEC, make_engine
 from loop_tools import Ticks, Watched, random_case
+from paged.core.limits import SchedulerConfig
 from paged.core.plan import StepPlan
 from paged.core.policy import Policy
 from paged.core.prompt import OpaquePrompt
 from paged.core.request import SamplingParams
-from paged.core.scheduler import SchedulerConfig
 from paged.model.decoder import Decoder
 from paged.sim.driver import simulate
 from paged.workload.job import Job

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from paged.app import main
 from paged.config.convert import conf_folder
 from paged.config.run import run_config
-from paged.config.workloads import WORKLOADS
+from paged.config.workloads import WORKLOAD_SCHEMAS
 from paged.outcome import UserError
 from paged.workload.job import SIZED, SizedWorkload, Workload
 from paged.workload.lengths import Empirical, Fixed, LogNormal, Pareto, Uniform
@@ -31,8 +31,8 @@ def built(*overrides: str) -> Workload:
 
 
 def test_every_entry_has_a_file_and_a_schema() -> None:
-    assert {path.stem for path in (CONF / "workload").glob("*.yaml")} == WORKLOADS.keys()
-    assert {*SIZED, "arithmetic", "prompts"} == WORKLOADS.keys()
+    assert {path.stem for path in (CONF / "workload").glob("*.yaml")} == WORKLOAD_SCHEMAS.keys()
+    assert {*SIZED, "arithmetic", "prompts"} == WORKLOAD_SCHEMAS.keys()
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -102,7 +102,10 @@ def test_a_distribution_is_chosen_by_key_or_as_a_text(override: str, expected: o
         (["rollout", "workload.rate=0"], "workload.rate must be a number of arrivals a second from 1e-06 to 1e+06"),
         (["rollout", "workload.rate=nan"], "workload.rate must be a number of arrivals a second"),
         (["rollout", "workload.rate=fast"], "workload.rate must be a number or null, not 'fast'"),
-        (["rollout", "workload.prompt=0"], "workload.prompt.length must be a whole number from 1 to 10000000, not 0"),
+        (
+            ["rollout", "workload.prompt=0"],
+            "workload.prompt.length must be a whole number, between 1 and 10000000, not 0",
+        ),
         (["rollout", "workload.output=null"], "workload.output must be a whole number, a text such as"),
         (["rollout", "workload.output.dist=zipf"], "workload.output.dist must be one of fixed, uniform"),
         (["rollout", "workload.output.dist=pareto"], "workload.output.median is not a key of pareto lengths; it has"),
