@@ -407,6 +407,10 @@ def test_a_sweep_shows_the_largest_batch_that_fits(cli: Cli) -> None:
             "hardware=h200 +hardware.all_reduce_us.value={4:{9:1}}",
             "hardware.all_reduce_us.value.4 must be at least two times above 0 that grow with the bytes",
         ),
+        (
+            "hardware=h200 +hardware.gather_us={value:{2:{9:2,10:1}},source:x,assumed:false}",
+            "hardware.gather_us.value.2 must be at least two times above 0 that grow with the bytes",
+        ),
         ("memory.weight_gib=3", "memory.weight_gib is not a key of this config; did you mean memory.weights_gib?"),
         ("memory.weights_gib=-3", "memory.weights_gib must be a number, at least 0, not -3.0"),
         ("gpu_memory_utilization=1.5", "gpu_memory_utilization must be above 0 and at most 1, not 1.5"),
