@@ -32,9 +32,9 @@ from engine_random import MAX_SEQ_LEN, Arrival, build_random, model_specs, obser
 from engine_runs import StepWatch
 
 from paged import CompletionOutput, Engine, SamplingParams
+from paged.core.memory import num_blocks_for
 from paged.core.model_spec import ModelSpec
 from paged.core.plan import StepResult
-from paged.core.policy import num_blocks_for
 from paged.core.scheduler import SchedulerConfig
 
 MODES = {

@@ -10,8 +10,7 @@ from typing import Final
 
 import torch
 
-from paged.core.memory import GIB, kv_budget_bytes
-from paged.core.policy import num_blocks_for
+from paged.core.memory import GIB, kv_budget_bytes, num_blocks_for
 from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.linear import is_canonical
 from paged.kernels.sampling import Penalties, SamplingColumns, sample
