@@ -13,6 +13,7 @@ from paged.consensus import Leader
 from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
 from paged.kernels.peer_memory import SIZES
 from paged.runner.launched import Launch
+from paged.runner.processors import num_processors
 from paged.runner.ranks import START_S, Ranks, card_id, make_group, serve_store
 
 _LOG = logging.getLogger(__name__)
@@ -120,4 +121,4 @@ def _num_threads(num_local: int) -> int:
     """Threads of torch for each of the ranks on this machine, unless the environment says how many."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // num_local))
+    return min(torch.get_num_threads(), max(1, num_processors() // num_local))
