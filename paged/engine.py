@@ -30,6 +30,7 @@ from paged.intake import Prompts, check_ids, is_output_len, params_list, prompt_
 from paged.interrupts import DeferredInterrupt
 from paged.loop import Loop
 from paged.model.locate import checkpoint_folder, find_model
+from paged.other_ranks import Alone
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
 from paged.runner.launched import Launch
 from paged.runner.runner import TorchRunner
@@ -196,7 +197,7 @@ class Engine:
                 parts, leader = build_with_ranks(blueprint, device, launch)
                 undoing.callback(leader.close)
             else:
-                parts = build_parts(blueprint, device)
+                parts = build_parts(blueprint, device, Alone())
                 warm_up(parts)
             engine = cls(
                 parts.runner,

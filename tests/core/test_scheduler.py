@@ -12,8 +12,9 @@ import pytest
 
 from mock_device import MockDevice, Outcome, Run, ask, assert_idle, drive, setup, snapshot, state_of, take_in, verify
 from paged.core.limits import SchedulerConfig
+from paged.core.memory import num_blocks_for
 from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, StepPlan, StepResult
-from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark, num_blocks_for
+from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import Prompt
 from paged.core.request import Request
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler
