@@ -40,7 +40,7 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
     ranks = Ranks.start(size) if launch is None else launch.gather(max(limit_s, START_S))
     leader: Leader | None = None
     try:
-        ranks.hosts = ranks.hear(max(limit_s, START_S))
+        ranks.hosts = ranks.hear_start(limit_s)
         store = serve_store(ranks.host, START_S)
         num_threads = _num_threads(num_local)
         assignments = [
@@ -58,7 +58,7 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
         ]
         ranks.tell_each(assignments, limit_s)
         # Who can't make sense of its assignment says so now: whoever waits for the group does not hear it.
-        num_sharing = _num_sharing([card_id(devices[0]), *ranks.hear(max(limit_s, START_S))])
+        num_sharing = _num_sharing([card_id(devices[0]), *ranks.hear_start(limit_s)])
         ranks.tell(num_sharing, limit_s)
         # Stopped processes of another launcher's can't be ended, so that the exchange itself needs the limit.
         group = make_group(
