@@ -151,7 +151,7 @@ def build_parts(
     if num_blocks < 1:
         raise ValueError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} leaves no room for the cache beside weights and "
-            "steps; raise it, or lower max_step_tokens, max_num_seqs or the size of dtype"
+            "steps; raise it, or lower max_step_tokens, max_num_seqs, block_size or the size of dtype"
         )
     lower = "num_blocks" if config.num_blocks or before is None else "gpu_memory_utilization"
     with _out_of_memory_as_mistake(
