@@ -333,7 +333,8 @@ class _Run:
     def _add(self, engine: Engine, results: ResultsFile, interrupt: InterruptRequest) -> None:
         """Take in every line, but for samples that are finished; refusals go straight to the results.
 
-        Lines that arrive later wait for `_sample`; what a resumed run did not finish has arrived.
+        Lines that arrive later wait for `_sample`, unless they are refused; what a resumed run did not finish has
+        arrived.
         """
         for line in self.lines:
             if isinstance(line, RefusedLine):
@@ -344,23 +345,34 @@ class _Run:
                 continue
             self.unfinished[line.id] = len(missing)
             if line.arrival_s > 0 and not self.resumed:
-                self.arriving.append((line, missing))
+                self._await(engine, results, line, missing)
             elif not interrupt.requested:
                 self._hand_over(engine, results, line, missing)
         self.arriving = deque(sorted(self.arriving, key=lambda arriving: arriving[0].arrival_s))
 
+    def _await(self, engine: Engine, results: ResultsFile, line: PromptLine, samples: list[int]) -> None:
+        """Keep a line until it arrives, or refuse it now: nobody should wait for what can be told at once."""
+        with self._refusing(results, line):
+            engine.check_request(line.prompt, line.params, output_len=line.output_len)
+            self.arriving.append((line, samples))
+
     def _hand_over(self, engine: Engine, results: ResultsFile, line: PromptLine, samples: list[int]) -> None:
         """Add samples of a line to the engine; if it refuses, they are no longer to come."""
-        try:
+        with self._refusing(results, line):
             engine.add_request(
                 line.prompt, line.params, request_id=line.id, samples=samples, output_len=line.output_len
             )
+            if isinstance(self.config.workload, ArithmeticWorkload) and isinstance(line.prompt, str):
+                self.texts[line.id] = line.prompt
+
+    @contextmanager
+    def _refusing(self, results: ResultsFile, line: PromptLine) -> Iterator[None]:
+        """While entered, a ``ValueError`` of the engine's is the line's refusal."""
+        try:
+            yield
         except ValueError as error:
             del self.unfinished[line.id]
             self._refuse(results, line, " ".join(str(error).split()))
-            return
-        if isinstance(self.config.workload, ArithmeticWorkload) and isinstance(line.prompt, str):
-            self.texts[line.id] = line.prompt
 
     def _refuse(self, results: ResultsFile, line: PromptLine | RefusedLine, reason: str) -> None:
         if isinstance(self.config.workload, PromptsWorkload):

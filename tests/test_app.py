@@ -652,6 +652,24 @@ def test_ctrl_c_in_the_real_process(cli: Cli, checkpoint: Path, tmp_path: Path) 
 # What else happens to folders and processes
 
 
+def test_what_cannot_be_served_is_refused_before_it_arrives(cli: Cli, tmp_path: Path) -> None:
+    """With `workload=poisson` the embedded model has no places for most requests, and each was refused when its time
+    had come: 512 seconds for nothing."""
+    path = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"id": "long", "prompt": "1+" * 200, "arrival_s": 5},
+        {"id": "odd", "prompt_token_ids": [10**6], "arrival_s": 5},
+        {"id": "fits", "prompt": "1+1", "arrival_s": 0.1},
+    )
+    code, out, err = cli("workload=prompts", f"workload.path={path}", "sampling.n=1", "sampling.max_tokens=3")
+    assert code == 2
+    assert {row["id"]: row["finish_reason"] for row in rows_of(folder_of(out))}.keys() == {"long", "odd", "fits"}
+    assert "2 of 3 lines were refused, the first is long: line 1: a prompt of 400 tokens" in err
+    summary = summary_of(folder_of(out))
+    assert summary["num_samples"] == 1
+    assert summary["elapsed_s"] < 4
+
+
 def test_refusals_are_looked_at_again_when_a_run_is_resumed(cli: Cli, tmp_path: Path) -> None:
     """A line refused for too small a pool counted as done: no later resume, however large its pool, took it."""
     path = write_lines(
