@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
-from paged.interrupts import InterruptRequest
+from paged.interrupts import InterruptRequest, importing
 from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job, used_folder
 from paged.results import (
@@ -77,28 +77,36 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     if resumed:
         cfg, base = _saved_config(cfg, folder, overrides)
     config = run_config(cfg)
+    run: _Run | None = None
     try:
         model = _local_model(config.model, base)
         with _owned(folder, "resume" if resumed else folder_key()):
             lines = _read_inputs(config, model, folder, resumed)
-            return _Run(config, folder, lines, resumed).execute(model)
+            run = _Run(config, folder, lines, resumed)
+            return run.execute(model)
     except KeyboardInterrupt:
         # Before the first step or, pressed twice, in the middle of one: what is in results.jsonl stays.
-        _leave_summary(folder, {"interrupted": True})
-        _say_how_to_resume(folder, "interrupted")
+        _end_early(folder, run, "interrupted", {"interrupted": True})
         return INTERRUPTED
     except (TPError, UnwritableError) as error:
         if isinstance(error, UnwritableError) and not (folder / INPUTS).is_file():
             raise
-        _leave_summary(folder, {"interrupted": True, "reason": str(error)})
-        _say_how_to_resume(folder, str(error))
+        _end_early(folder, run, str(error), {"interrupted": True, "reason": str(error)})
         return INTERNAL
 
 
-def _leave_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Write the summary of a run that ends early, if that can be: why it ends is told in any case."""
-    with suppress(UnwritableError):
-        write_summary(folder / "summary.json", summary)
+def _end_early(folder: Path, run: _Run | None, why: str, summary: dict[str, Any]) -> None:
+    """Say why a run ends and how to go on, and leave a `summary` of that if one can be written.
+
+    The summary of an earlier session stays if this one has not touched the results.
+    """
+    if (run is not None and run.has_begun) or not (folder / "summary.json").exists():
+        with suppress(UnwritableError):
+            write_summary(folder / "summary.json", summary)
+    if (folder / INPUTS).is_file():
+        _say_how_to_resume(folder, why)
+    else:
+        print(f"paged: {of_job()}{why}; nothing was sampled yet, so there is nothing to resume", file=sys.stderr)
 
 
 def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
@@ -195,6 +203,9 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
 def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
     """Write the workload's lines to `copy`: all of them or no file, because a resumed run takes it for the whole."""
     workload = config.workload
+    with writing(copy):
+        # Of a run in the same folder that came to nothing, and whose config is gone.
+        copy.unlink(missing_ok=True)
     if isinstance(workload, PromptsWorkload):
         try:
             content = workload.path.read_bytes()
@@ -214,7 +225,11 @@ def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
 
 
 class _Run:
-    """One run of the engine over the lines of a workload; it owns the folder's results and summary."""
+    """One run of the engine over the lines of a workload; it owns the folder's results and summary.
+
+    Attributes:
+        has_begun: whether the folder's results may differ from those before this session.
+    """
 
     def __init__(
         self, config: RunConfig, folder: Path, lines: Sequence[PromptLine | RefusedLine], resumed: bool
@@ -223,6 +238,7 @@ class _Run:
         self.folder = folder
         self.lines = lines
         self.resumed = resumed
+        self.has_begun = False
         self.tally = Tally()
         self.refusals: list[str] = []
         self.finished: set[tuple[str, int]] = set()
@@ -247,6 +263,7 @@ class _Run:
             # which stops the run for a tenth of a second now and then.
             gc.collect()
             gc.freeze()
+            self.has_begun = True
             if self.resumed:
                 self._take_over_results(engine)
             with ResultsFile(self.results_path) as results, InterruptRequest() as interrupt:
@@ -305,7 +322,8 @@ class _Run:
         # Read when torch is loaded. OpenMP's threads spin while they wait, and where other programs keep the cores
         # busy (or a container has fewer than it shows) that made a run 19 times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from paged.engine import Engine, EngineConfig
+        with importing():
+            from paged.engine import Engine, EngineConfig
 
         step_log = self.folder / "steps.jsonl"
         drop_torn_line(step_log)
@@ -460,4 +478,4 @@ class _Run:
 
 def _say_how_to_resume(folder: Path, why: str) -> None:
     command = f"python -m paged run resume={shlex.quote(str(folder))}"
-    print(f"paged: {why}; what is finished is kept, continue with: {command}", file=sys.stderr)
+    print(f"paged: {of_job()}{why}; what is finished is kept, continue with: {command}", file=sys.stderr)
