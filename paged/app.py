@@ -216,6 +216,9 @@ def _run_hydra(word: str, args: list[str]) -> int:
                 finish_sweep(Path(sweeps[-1]), jobs)
             except UnwritableError as error:
                 codes.append(_complain(error, INTERNAL))
+            except KeyboardInterrupt:
+                # The jobs are done, and their folder is still told.
+                codes.append(_complain("interrupted", INTERRUPTED))
         print(sweeps[-1])
     return max(codes, default=OK)
 

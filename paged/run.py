@@ -143,13 +143,17 @@ def _saved_config(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> tu
         saved = OmegaConf.load(folder / ".hydra" / "config.yaml")
         if not isinstance(saved, DictConfig):
             raise ValueError("not a mapping")
+        command = "run"
         if (folder / ".hydra" / "hydra.yaml").is_file():
-            process = Path(OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd)
+            chosen = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+            process, command = Path(chosen.runtime.cwd), chosen.job.config_name
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"resume must be a run's intact folder, and {folder / '.hydra'} is damaged: {reason}"
         ) from error
+    if command != "run":
+        raise UserError(f"resume must be the folder of a run, and {str(folder)!r} is one of {command}")
     exact = OmegaConf.select(saved, "numerics.name") == "invariant"
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
@@ -197,7 +201,8 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
     try:
         return read_prompts(copy, config.sampling, source=source)
     except ValueError as error:
-        raise UserError(f"workload.path must be a file of prompts: {error}") from error
+        must = "resume must be a run's intact folder" if resumed else "workload.path must be a file of prompts"
+        raise UserError(f"{must}: {error}") from error
 
 
 def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:

@@ -761,6 +761,29 @@ def test_a_mistake_that_is_found_after_other_jobs_leaves_their_table(cli: Cli) -
     assert len(rows_of(sweep / "0")) == 4
 
 
+def test_ctrl_c_at_the_end_of_a_sweep_still_tells_its_folder(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paged.sim.sweep.Comparison.write", lambda *_: signal.raise_signal(signal.SIGINT))
+    code, out, err = cli("-m", "seed=1", *SMALL)
+    assert code == 130
+    assert err.endswith("paged: interrupted\n")
+    assert len(rows_of(folder_of(out) / "0")) == 4
+
+
+def test_what_is_no_folder_of_a_run_is_not_resumed(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """`numerics must be one of ...`, it said of the folder of a plan, and blamed `workload.path` for lost inputs."""
+    assert main(["plan", "model=tiny", "tp=1"]) == 0
+    plan = folder_of(capsys.readouterr().out)
+    sentence = f"paged: resume must be the folder of a run, and {str(plan)!r} is one of plan\n"
+    assert cli(f"resume={plan}", model=False) == (2, "", sentence)
+    folder = folder_of(cli(*SMALL)[1])
+    (folder / "inputs" / "prompts.jsonl").unlink()
+    code, out, err = cli(f"resume={folder}", model=False)
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        f"paged: resume must be a run's intact folder: '{folder}/inputs/prompts.jsonl' cannot be read"
+    )
+
+
 def test_ctrl_c_while_python_loads_the_program_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(ModuleType):
         def __getattr__(self, name: str) -> Any:

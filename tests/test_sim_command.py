@@ -568,6 +568,9 @@ def test_ctrl_c_keeps_what_there_is(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert 0 < summary["num_samples"] < 16 == len(rows_of(folder / "requests.csv"))
     assert summary["num_steps"] == len(rows_of(folder / "steps.csv"))
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    code, _, err = cli("-m", "workload.num_prompts=4", *QUICK)
+    assert code == 130
+    assert "paged: job 0: interrupted; the numbers are of what was simulated until then\n" in err
 
 
 def test_what_is_cut_short_is_not_in_the_means(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
