@@ -257,7 +257,7 @@ def _size(terms: _Terms, profile: MemoryProfile | None, ranks: OtherRanks) -> in
     if num_blocks < 1:
         raise ValueError(
             f"gpu_memory_utilization {terms.config.gpu_memory_utilization} leaves no room for the cache beside weights "
-            "and steps; raise it, or lower max_step_tokens, max_num_seqs or the size of dtype"
+            "and steps; raise it, or lower max_step_tokens, max_num_seqs, block_size or the size of dtype"
         )
     return num_blocks
 

@@ -401,6 +401,8 @@ def test_a_sweep_shows_the_largest_batch_that_fits(cli: Cli) -> None:
             "hardware.memory_gib=40",
             "hardware.memory_gib must hold keys and values, not 40; write hardware.memory_gib.value=40",
         ),
+        ("hardware.memory_gib=${seed}", "hardware.memory_gib: Interpolation key 'seed' not found"),
+        ("hardware.memory_gib=???", "hardware.memory_gib must hold keys and values, not '???'"),
         ("hardware.memory_gb.value=40", "hardware.memory_gb.value is not a key of this config; did you mean"),
         ("~hardware.flops_per_s.source", "hardware.flops_per_s.source must be given: a text"),
         (

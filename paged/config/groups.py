@@ -170,7 +170,8 @@ def with_given_sources(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """A copy of a config in which a figure of the hardware that `overrides` replace no longer has its old source."""
     keys, marked = given_keys(overrides), copy.deepcopy(cfg)
     hardware = marked.get("hardware")
-    for name, figure in hardware.items() if isinstance(hardware, DictConfig) else ():
+    # Not resolved: what is missing or refers to nothing is told when the config is read.
+    for name, figure in hardware.items_ex(resolve=False) if isinstance(hardware, DictConfig) else ():
         key = f"hardware.{name!s}"
         replaced = any(each == f"{key}.value" or each.startswith(f"{key}.value.") for each in keys)
         if isinstance(figure, DictConfig) and replaced and f"{key}.source" not in keys:

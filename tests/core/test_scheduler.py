@@ -240,6 +240,19 @@ def test_limits_are_checked_by_name(field: str, value: Any) -> None:
         SchedulerConfig(**{"num_blocks": 8, field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [("num_blocks", 10**8), ("block_size", 2**31 - 1), ("max_num_seqs", 2**31 - 1), ("max_step_tokens", 2**31 - 1),
+     ("chunk_size", 2**31 - 1), ("max_seq_len", 2**31 - 1), ("depth", 2**31 - 1)],
+)  # fmt: skip
+def test_a_limit_too_large_is_refused_by_name(field: str, most: int) -> None:
+    """`num_blocks=99999999999999999999` ended in a traceback of torch's (in `sim`, all memory went), and for such a
+    `block_size` another key was blamed."""
+    with pytest.raises(ValueError, match=f"{field} must be a whole number, at most {most}, not {most + 1}"):
+        SchedulerConfig(**{"num_blocks": 8, field: most + 1})
+    SchedulerConfig(**{"num_blocks": 8, field: most})
+
+
 def test_exceeding_the_pool_but_not_the_length_limit_is_refused_at_once() -> None:
     """Fault 9: such a request used to wait at the head of the queue for ever, and everybody behind it too."""
     scheduler, device = setup(4, 4, max_seq_len=1000)
