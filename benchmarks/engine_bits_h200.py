@@ -33,9 +33,9 @@ from engine_runs import StepWatch
 
 from paged import CompletionOutput, Engine, SamplingParams
 from paged.core.limits import SchedulerConfig
+from paged.core.memory import num_blocks_for
 from paged.core.model_spec import ModelSpec
 from paged.core.plan import StepResult
-from paged.core.policy import num_blocks_for
 
 MODES = {
     "greedy": SamplingParams(temperature=0),

@@ -31,7 +31,7 @@ from settings import setting
 # What is timed, in the order of a start; each is replaced where it is called from.
 PHASES = (
     ("weights", "paged.engine_parts", "random_decoder"),
-    ("builds", "paged.runner.memory_profile", "build_kernels"),
+    ("builds", "paged.engine_parts", "build_kernels"),
     ("gate", "paged.runner.memory_profile", "_prepare_products"),
     ("largest steps", "paged.runner.memory_profile", "run_step"),
     ("cache and tables", "paged.engine_parts", "TorchRunner"),

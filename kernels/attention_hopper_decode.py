@@ -238,8 +238,8 @@ def _attend_split(
 @gluon.jit
 def _attend(
     queries, keys, values, places, counts, keys_ready, values_ready, keys_free, values_free, sums_ptr, tops_ptr,
-    totals_ptr, out_ptr, factor, NUM_KV_HEADS: gl.constexpr, NUM_SHARED: gl.constexpr, ROWS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, TILE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    totals_ptr, out_ptr, factor, NUM_SHARED: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TILE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention over the keys of each item that comes through the ring; splits are folded left to right."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
@@ -336,7 +336,7 @@ def _kernel(
         [
             (_attend, (queries, keys, values, places, counts, keys_ready, values_ready, keys_free, values_free,
                        sums_ptr, tops_ptr, totals_ptr, out_ptr, factor,
-                       NUM_KV_HEADS, NUM_SHARED, ROWS, HEAD_DIM, TILE, SPLIT, STAGES)),
+                       NUM_SHARED, ROWS, HEAD_DIM, TILE, SPLIT, STAGES)),
             (_load, (q_ptr, key_ptr, value_ptr, tables_ptr, items_ptr, num_items_ptr, claimed_ptr, table_stride,
                      queries, keys, values, places, counts, keys_ready, values_ready, keys_free, values_free,
                      NUM_KV_HEADS, NUM_SHARED, ROWS, HEAD_DIM, BLOCK_SIZE, TILE, SPLIT, STAGES, IS_DEPENDENT)),

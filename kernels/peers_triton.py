@@ -74,10 +74,11 @@ def all_reduce(x: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
         chunk = slice(begin, begin + HALF_WORDS // 2)
         count = x_words[chunk].numel()
         if size == 2:
-            _launch_bulk(_whole_kernel, x_words[chunk], out_words[chunk], count, count, 0, bits, kind, memory)
+            _launch_bulk(_whole_kernel, x_words[chunk], out_words[chunk], count, (count, 0), bits, kind, memory)
         else:
             share_words = triton.cdiv(count, size * _SHARE_WORDS) * _SHARE_WORDS
-            _launch_bulk(_split_kernel, x_words[chunk], out_words[chunk], share_words, count, 0, bits, kind, memory)
+            split = (share_words,)
+            _launch_bulk(_split_kernel, x_words[chunk], out_words[chunk], share_words, split, bits, kind, memory)
     return _as_numbers(out_words, x)
 
 
@@ -97,7 +98,7 @@ def all_gather(x: torch.Tensor, dim: int, memory: PeerMemory) -> torch.Tensor:
         return out
     for begin in range(0, num_words, HALF_WORDS // size):
         chunk = x_words[begin : begin + HALF_WORDS // size]
-        _launch_bulk(_whole_kernel, chunk, out_words, chunk.numel(), row_words, begin, 0, None, memory)
+        _launch_bulk(_whole_kernel, chunk, out_words, chunk.numel(), (row_words, begin), 0, None, memory)
     return out
 
 
@@ -154,13 +155,12 @@ def _launch_bulk(
     x_words: torch.Tensor,
     out_words: torch.Tensor,
     program_words: int,
-    row_words: int,
-    begin: int,
+    places: tuple[int, ...],
     bits: int,
     kind: tl.dtype | None,
     memory: PeerMemory,
 ) -> None:
-    """Launch a kernel whose programs share ``program_words`` words."""
+    """Launch a kernel whose programs share ``program_words`` words; ``places`` are the numbers that it alone takes."""
     most_programs = min(memory.most_programs, _MOST_BULK_PROGRAMS)
     launch(
         kernel,
@@ -173,8 +173,7 @@ def _launch_bulk(
         memory.own,
         memory.rank,
         x_words.numel(),
-        program_words if kernel is _split_kernel else row_words,
-        begin,
+        *places,
         BULK_OFFSET,
         FLAG_OFFSET,
         BITS=bits,
@@ -558,7 +557,6 @@ def _split_kernel(
     rank,
     num_words,
     share_words,
-    begin,
     bulk_offset,
     flag_offset,
     BITS: tl.constexpr,

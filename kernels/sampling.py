@@ -33,7 +33,6 @@ from torch import Tensor
 
 from paged.kernels.exponential import MassScale, integer_masses, mass_scale
 from paged.kernels.philox import gumbel_noise
-from paged.kernels.sampling_columns import LogitBias as LogitBias  # as callers know it
 from paged.kernels.sampling_columns import Penalties, SamplingColumns
 
 NUM_CANDIDATES: Final = 1024

@@ -340,11 +340,11 @@ def _search_row(
 
 @triton.jit(do_not_specialize=LIMITS, do_not_specialize_on_alignment=COLUMNS)
 def cut_kernel(
-    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, mass_ptr,
-    counts_ptr, masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr, last_ptr,
-    last_id_ptr, kept_ptr, stride, vocab_size, num_parts, has_top_k, has_top_p, has_min_p, PARTS: tl.constexpr,
-    BITS: tl.constexpr, SHORT: tl.constexpr, SEARCHES: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr,
-    IS_LAST: tl.constexpr, CHUNK: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, top_k_ptr, top_p_ptr, max_ptr, mass_ptr, counts_ptr,
+    masses_ptr, least_ptr, listed_ptr, list_logit_ptr, list_id_ptr, is_cut_ptr, drawn_ptr, last_ptr, last_id_ptr,
+    kept_ptr, stride, vocab_size, num_parts, has_top_k, has_top_p, has_min_p, PARTS: tl.constexpr, BITS: tl.constexpr,
+    SHORT: tl.constexpr, SEARCHES: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, IS_LAST: tl.constexpr,
+    CHUNK: tl.constexpr, SOME: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Last kept token of a row and the mass of all kept ones, from a list of up to HELD; or IS_LAST, from the row.
 

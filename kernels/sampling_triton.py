@@ -238,7 +238,7 @@ def _sample_rows(
         for share, is_last in ((4, False), (2, False), (1, True)) if searches else ((4, True),):
             launch(
                 cut_kernel, (num_rows,),
-                *rows, *wanted, max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit, list_id,
+                *rows, *wanted[:2], max_RP, mass_RP, counts_2RP, masses_2RP, least_RP, listed_R, list_logit, list_id,
                 is_cut_R, drawn_R, last_R, last_id_R, kept_R, *shape, num_parts,
                 *has_limits, BITS=bits, SHORT=short, SEARCHES=searches, CANDIDATES=CANDIDATES,
                 HELD=CANDIDATES // share, IS_LAST=is_last, CHUNK=4096, num_warps=16 if share == 1 else CUT_WARPS,

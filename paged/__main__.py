@@ -2,7 +2,12 @@
 
 import sys
 
-from paged.app import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from paged.app import main
+
+        code = main()
+    except KeyboardInterrupt:
+        # Before there was anything to tell or to keep.
+        code = 130
+    sys.exit(code)

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from paged.interrupts import importing, is_interrupt
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, InfeasibleError, UserError, of_job, used_folder
 from paged.runner import launched
 from paged.streams import lenient_streams
@@ -149,14 +150,11 @@ def _complain(message: object, code: int = MISTAKE) -> int:
 def _run_hydra(word: str, args: list[str]) -> int:
     """Let Hydra read `args` and run the command's job, once or, in a sweep, once a point; the worst exit code."""
     import hydra
-    import yaml
     from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
     from hydra.types import RunMode
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    from paged.config.convert import conf_folder, groups_of, hydra_sentence
+    from paged.config.convert import conf_folder, groups_of
 
     args = _overrides_first(args)
     _refuse_used_folder(word, args)
@@ -174,13 +172,16 @@ def _run_hydra(word: str, args: list[str]) -> int:
             sweeps.append(os.path.abspath(chosen.sweep.dir))
             jobs.append(Path(chosen.runtime.output_dir))
         try:
-            job = importlib.import_module(COMMANDS[word].module).job
             overrides = OmegaConf.to_container(chosen.overrides.task, resolve=False)
             try:
+                with importing():
+                    job = importlib.import_module(COMMANDS[word].module).job
                 codes.append(job(cfg, Path(chosen.runtime.output_dir), overrides))
             except (OverflowError, MemoryError) as error:
                 reason = str(error) or "out of memory"
                 raise UserError(f"some number of the configuration is too large for this machine ({reason})") from error
+            except KeyboardInterrupt:
+                codes.append(_complain(f"{of_job()}interrupted", INTERRUPTED))
         except (UserError, UnwritableError) as error:
             # Raised here, it would end a sweep whose other points are fine.
             in_sweep = chosen.mode == RunMode.MULTIRUN
@@ -203,20 +204,11 @@ def _run_hydra(word: str, args: list[str]) -> int:
         pass
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else MISTAKE
-    except BrokenPipeError:
-        raise
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, OSError) as error:
+    except (Exception, KeyboardInterrupt) as error:
         if in_job:
             raise
-        reason = _write_failure(error)
-        if reason is None:
-            # Composing the config: Hydra raises bare ValueErrors and TypeErrors, too.
-            raise UserError(hydra_sentence(error, word, _own_conf(args))) from error
-        key = f"hydra.{'sweep' if sweeps or _is_sweep(args) else 'run'}.dir"
-        if not sweeps and not is_no_room(reason):
-            raise UserError(f"{key} must be a folder that can be written: {reason}") from error
-        unwritable = UnwritableError.of(reason, reason.filename or f"the folder of {key}")
-        codes.append(_complain(unwritable, INTERNAL))
+        # In a sweep other jobs may be done: the table is still written.
+        codes.append(_tell_of_hydra(error, word, args, sweep_begun=bool(sweeps)))
     if sweeps:
         finish_sweep = getattr(importlib.import_module(COMMANDS[word].module), "finish_sweep", None)
         if finish_sweep is not None:
@@ -224,23 +216,78 @@ def _run_hydra(word: str, args: list[str]) -> int:
                 finish_sweep(Path(sweeps[-1]), jobs)
             except UnwritableError as error:
                 codes.append(_complain(error, INTERNAL))
+            except KeyboardInterrupt:
+                # The jobs are done, and their folder is still told.
+                codes.append(_complain("interrupted", INTERRUPTED))
         print(sweeps[-1])
     return max(codes, default=OK)
 
 
+def _tell_of_hydra(error: BaseException, word: str, args: Sequence[str], *, sweep_begun: bool) -> int:
+    """Tell what kept Hydra from composing a config, or from making its folder; the exit code.
+
+    Raises:
+        BaseException: `error`, if it is one of the program's own.
+    """
+    import yaml
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from paged.config.convert import hydra_sentence
+
+    if is_interrupt(error):
+        return _complain("interrupted", INTERRUPTED)
+    # Hydra raises bare ValueErrors and TypeErrors, too.
+    kinds = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, OSError)
+    if isinstance(error, BrokenPipeError) or not isinstance(error, kinds):
+        raise error
+    reason = _write_failure(error)
+    if reason is None:
+        overrides, own_conf = _overrides_and_own_conf(args)
+        return _complain(UserError(hydra_sentence(error, word, overrides, own_conf)))
+    key = f"hydra.{'sweep' if sweep_begun or _is_sweep(args) else 'run'}.dir"
+    if not sweep_begun and not is_no_room(reason):
+        return _complain(UserError(f"{key} must be a folder that can be written: {reason}"))
+    return _complain(UnwritableError.of(reason, reason.filename or f"the folder of {key}"), INTERNAL)
+
+
 def _refuse_used_folder(word: str, args: Sequence[str]) -> None:
-    """Refuse a given folder that holds results, before Hydra writes a config over the one that they were made with."""
+    """Refuse a given folder that holds results, before Hydra writes a config over the one that they were made with.
+
+    In a sweep that would also be the one folder of several jobs.
+    """
+    subdirs = _given(args, "hydra.sweep.subdir")
+    if _is_sweep(args) and subdirs and "$" not in subdirs[-1] and _has_several_jobs(args):
+        must = "hydra.sweep.subdir must differ from job to job, as ${hydra.job.num} does"
+        raise UserError(f"{must}, not {subdirs[-1]!r}")
     made = COMMANDS[word].made
     if made is None:
         return
     key, places = ("hydra.sweep.dir", f"*/{made}") if _is_sweep(args) else ("hydra.run.dir", made)
-    values = [arg.partition("=")[2].strip("'\"") for arg in args if arg.startswith(f"{key}=")]
+    values = _given(args, key)
     # What Hydra has yet to fill in is a new folder, as a rule; the job looks again.
     if not values or "$" in values[-1]:
         return
     found = next(Path(values[-1]).glob(places), None)
     if found is not None:
         raise used_folder(key, found, resumable=word == "run")
+
+
+def _has_several_jobs(args: Sequence[str]) -> bool:
+    """Whether an override of a sweep has several values; one that cannot be read is told later."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        overrides = OverridesParser.create().parse_overrides(_overrides_and_own_conf(args)[0])
+    except HydraException:
+        return False
+    return any(override.is_sweep_override() for override in overrides)
+
+
+def _given(args: Sequence[str], key: str) -> list[str]:
+    """The values that `args` give a key, as they stand there but for quotes."""
+    return [arg.partition("=")[2].strip("'\"") for arg in args if arg.startswith(f"{key}=")]
 
 
 def _write_failure(error: Exception) -> OSError | None:
@@ -254,12 +301,12 @@ def _is_sweep(args: Sequence[str]) -> bool:
     return bool({"-m", "--multirun"} & set(args))
 
 
-def _own_conf(args: Sequence[str]) -> Path | None:
-    """The folder of config files that `--config-dir` names."""
+def _overrides_and_own_conf(args: Sequence[str]) -> tuple[list[str], Path | None]:
+    """The overrides among `args`, and the folder of config files that `--config-dir` names."""
     from hydra._internal.utils import get_args_parser
 
-    given = get_args_parser().parse_args(args).config_dir
-    return None if given is None else Path(given).resolve()
+    given = get_args_parser().parse_args(args)
+    return given.overrides, None if given.config_dir is None else Path(given.config_dir).resolve()
 
 
 def _tell_of_job(error: UserError | UnwritableError, folder: Path) -> int:

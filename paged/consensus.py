@@ -160,7 +160,7 @@ class Leader:
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers, which all of them get; raises as ``Ranks.hear``."""
-        least = min(number, *self.ranks.hear(self._limit_s))
+        least: int = min(number, *self.ranks.hear(self._limit_s))
         self.ranks.tell(least, self._limit_s)
         return least
 

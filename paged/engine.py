@@ -30,6 +30,7 @@ from paged.intake import Prompts, is_output_len, params_list, prompt_ids, prompt
 from paged.interrupts import DeferredInterrupt
 from paged.loop import Loop
 from paged.model.locate import checkpoint_folder, find_model
+from paged.other_ranks import Alone
 from paged.outputs import CompletionOutput, RequestOutput, SampleUpdate
 from paged.runner.launched import Launch
 from paged.runner.runner import TorchRunner
@@ -196,7 +197,7 @@ class Engine:
                 parts, leader = build_with_ranks(blueprint, device, launch)
                 undoing.callback(leader.close)
             else:
-                parts = build_parts(blueprint, device)
+                parts = build_parts(blueprint, device, Alone())
                 warm_up(parts)
             engine = cls(
                 parts.runner,
@@ -263,13 +264,6 @@ class Engine:
         """
         if self._leader is not None:
             self._leader.check()
-        params = params if params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
-        token_ids = prompt_ids(prompt, self.tokenizer)
-        if self.tokenizer is None and (params.stop or stream_text):
-            raise ValueError("stop needs text, and this checkpoint has no tokenizer")
-        check_ids(params, self.scheduler.config.vocab_size)
         if not isinstance(request_id, str | None) or request_id == "":
             raise ValueError(f"request_id must be a text, not {request_id!r}")
         number = None
@@ -278,20 +272,7 @@ class Engine:
             request_id = f"request-{number}"
         if self._is_taken(request_id):
             raise ValueError(f"id {request_id!r} is in use by a request that has not finished, or not been delivered")
-        shared = Prompt(token_ids)
-        max_tokens = self.scheduler.config.max_tokens_for(len(shared), params.max_tokens)
-        samples = range(params.n) if samples is None else samples
-        wanted = list(samples) if isinstance(samples, Iterable) else []
-        if not wanted or not all(type(j) is int and j in range(params.n) for j in wanted):
-            told = wanted or samples
-            raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {told!r}")
-        if not is_output_len(output_len):
-            raise ValueError(f"output_len must be a whole number, at least 1, or None, not {output_len!r}")
-        seeds = [sample_seed(request_id, params.seed, j, self._seed) for j in wanted]
-        requests = [
-            Request(request_id, j, shared, params, seed, max_tokens, output_len)
-            for j, seed in zip(wanted, seeds, strict=True)
-        ]
+        requests = self._requests(prompt, params, request_id, samples, stream_text, output_len)
         try:
             with DeferredInterrupt():
                 self._loop.add(requests, stream_text=stream_text)
@@ -302,6 +283,46 @@ class Engine:
             self._forget(request_id)
             raise
         return request_id
+
+    @_serving
+    def check_request(
+        self, prompt: Prompts, params: SamplingParams | None = None, *, output_len: int | None = None
+    ) -> None:
+        """Refuse, as a ``ValueError``, what ``add_request`` would refuse whenever it comes."""
+        for request in self._requests(prompt, params, "checked", None, False, output_len):
+            self.scheduler.config.check(request)
+
+    def _requests(
+        self,
+        prompt: Prompts,
+        params: SamplingParams | None,
+        request_id: str,
+        samples: Iterable[int] | None,
+        stream_text: bool,
+        output_len: int | None,
+    ) -> list[Request]:
+        """What ``add_request`` asks for, a request a sample; a ``ValueError`` says what does not suit."""
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+        token_ids = prompt_ids(prompt, self.tokenizer)
+        if self.tokenizer is None and (params.stop or stream_text):
+            raise ValueError("stop needs text, and this checkpoint has no tokenizer")
+        check_ids(params, self.scheduler.config.vocab_size)
+        shared = Prompt(token_ids)
+        max_tokens = self.scheduler.config.max_tokens_for(len(shared), params.max_tokens)
+        samples = range(params.n) if samples is None else samples
+        wanted = list(samples) if isinstance(samples, Iterable) else []
+        if not wanted or not all(type(j) is int and j in range(params.n) for j in wanted):
+            told = wanted or samples
+            raise ValueError(f"samples must be indices from 0 to {params.n - 1} (n is {params.n}), not {told!r}")
+        if not is_output_len(output_len):
+            raise ValueError(f"output_len must be a whole number, at least 1, or None, not {output_len!r}")
+        seeds = [sample_seed(request_id, params.seed, j, self._seed) for j in wanted]
+        return [
+            Request(request_id, j, shared, params, seed, max_tokens, output_len)
+            for j, seed in zip(wanted, seeds, strict=True)
+        ]
 
     def abort(self, request_id: str) -> list[CompletionOutput]:
         """End a request now; what its live samples have so far is returned. An unknown id gives an empty list.

@@ -10,9 +10,9 @@ import torch
 
 from paged.core.checks import check_timeout, check_whole, is_positive
 from paged.core.limits import SchedulerConfig, limits_on
-from paged.core.memory import FP8, kv_token_bytes, num_blocks_in
+from paged.core.memory import FP8, kv_token_bytes, num_blocks_for, num_blocks_in
 from paged.core.model_spec import ModelSpec
-from paged.core.policy import POLICIES, Fifo, Policy, num_blocks_for
+from paged.core.policy import POLICIES, Fifo, Policy
 from paged.kernels.choices import MODES
 from paged.kernels.numerics import Numerics
 from paged.model.decoder import TORCH_DTYPES

@@ -12,7 +12,9 @@ import torch
 from paged.consensus import Leader
 from paged.engine_parts import Assignment, Blueprint, Parts, build_parts, warm_up
 from paged.kernels.peer_memory import SIZES, SIZES_IN_WORDS
+from paged.other_ranks import RanksOfLeader
 from paged.runner.launched import Launch
+from paged.runner.processors import num_processors
 from paged.runner.ranks import START_S, Ranks, card_id, make_group, serve_store
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
     ranks = Ranks.start(size) if launch is None else launch.gather(max(limit_s, START_S))
     leader: Leader | None = None
     try:
-        ranks.hosts = ranks.hear(max(limit_s, START_S))
+        ranks.hosts = ranks.hear_start(limit_s)
         store = serve_store(ranks.host, START_S)
         num_threads = _num_threads(num_local)
         assignments = [
@@ -56,7 +58,7 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
         ]
         ranks.tell_each(assignments, limit_s)
         # Who can't make sense of its assignment says so now: whoever waits for the group does not hear it.
-        num_sharing = _num_sharing([card_id(devices[0]), *ranks.hear(max(limit_s, START_S))])
+        num_sharing = _num_sharing([card_id(devices[0]), *ranks.hear_start(limit_s)])
         ranks.tell(num_sharing, limit_s)
         # Stopped processes of another launcher's can't be ended, so that the exchange itself needs the limit.
         group = make_group(
@@ -70,7 +72,7 @@ def build_with_ranks(blueprint: Blueprint, device: torch.device, launch: Launch 
             is_one_host=is_one_host,
         )
         leader = Leader(ranks, group, devices[0], is_verifying=config.verify, limit_s=limit_s, num_threads=num_threads)
-        parts = build_parts(blueprint, devices[0], group, leader.least, leader.computing, num_sharing)
+        parts = build_parts(blueprint, devices[0], RanksOfLeader(leader, group, num_sharing))
         leader.runner = parts.runner
         leader.check_equal("numerics_id", parts.numerics_id)
         with leader.computing():
@@ -120,4 +122,4 @@ def _num_threads(num_local: int) -> int:
     """Threads of torch for each of the ranks on this machine, unless the environment says how many."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // num_local))
+    return min(torch.get_num_threads(), max(1, num_processors() // num_local))

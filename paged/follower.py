@@ -73,6 +73,7 @@ def _serve(link: Link) -> None:
 
             from paged.consensus import Follower
             from paged.engine_parts import build_parts, warm_up
+            from paged.other_ranks import RanksOfFollower
             from paged.runner.ranks import START_S, card_id, make_group, reach_store
 
             link.send(platform.node())
@@ -97,13 +98,7 @@ def _serve(link: Link) -> None:
                 is_one_host=assignment.is_one_host,
             )
             stack.enter_context(group)
-
-            def least(num_blocks: int) -> int:
-                link.send(num_blocks)
-                agreed: int = link.receive()
-                return agreed
-
-            parts = build_parts(assignment.blueprint, device, group, least, num_sharing=num_sharing)
+            parts = build_parts(assignment.blueprint, device, RanksOfFollower(link, group, num_sharing))
             link.send(parts.numerics_id)
             link.receive()
         warm_up(parts)

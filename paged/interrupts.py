@@ -4,7 +4,52 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether ``error`` is a ``KeyboardInterrupt``, or what came of one on its way."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _has_default_handler() -> bool:
+    """Whether a Ctrl-C would be a ``KeyboardInterrupt`` of Python's own here."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """While entered, modules are imported; a Ctrl-C is a ``KeyboardInterrupt`` in any case when it is left.
+
+    Some modules swallow one, or what they made of it is another error: torch looks whether there is a numpy, and an
+    interrupted numpy cannot be imported again.
+    """
+    is_interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        raise KeyboardInterrupt
+
+    if not _has_default_handler():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception as error:
+        if is_interrupted:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if is_interrupted:
+        raise KeyboardInterrupt
 
 
 class DeferredInterrupt:
@@ -24,8 +69,7 @@ class DeferredInterrupt:
         self._is_armed = False
 
     def __enter__(self) -> DeferredInterrupt:
-        is_main = threading.current_thread() is threading.main_thread()
-        self._is_armed = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._is_armed = _has_default_handler()
         if self._is_armed:
             signal.signal(signal.SIGINT, self._note)
         return self

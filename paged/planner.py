@@ -32,7 +32,7 @@ from paged.writing import writing
 
 _LARGEST: Final = ("largest.batch", "largest.context", "largest.step_ms", "largest.tokens_per_s")
 """What the table of a sweep tells of the largest batch."""
-_LINK_FIGURES: Final = ("link_bytes_per_s", "link_latency_us", "all_reduce_us")
+_LINK_FIGURES: Final = ("link_bytes_per_s", "link_latency_us", "all_reduce_us", "gather_us")
 
 
 def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
@@ -132,7 +132,9 @@ def _latency_rows(config: PlanConfig, pool: Pool) -> Iterable[dict[str, Any]]:
         if latencies is None:
             latencies = (hardware.link_latency_us.value, *hardware.other_link_latencies_us)
         given = [Figure(us, "link_latencies_us", True) for us in latencies]
-        links = [(link.value, replace(hardware, link_latency_us=link, all_reduce_us=None)) for link in given]
+        links = [
+            (link.value, replace(hardware, link_latency_us=link, all_reduce_us=None, gather_us=None)) for link in given
+        ]
     models = [(us, _roofline(deployment, link)) for us, link in links]
     for batch in config.batches:
         for context in config.contexts:

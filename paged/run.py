@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
-from paged.interrupts import InterruptRequest
+from paged.interrupts import InterruptRequest, importing
 from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job, used_folder
 from paged.results import (
@@ -77,28 +77,36 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
     if resumed:
         cfg, base = _saved_config(cfg, folder, overrides)
     config = run_config(cfg, overrides)
+    run: _Run | None = None
     try:
         model = _local_model(config.model, base)
         with _owned(folder, "resume" if resumed else folder_key()):
             lines = _read_inputs(config, model, folder, resumed)
-            return _Run(config, folder, lines, resumed).execute(model)
+            run = _Run(config, folder, lines, resumed)
+            return run.execute(model)
     except KeyboardInterrupt:
         # Before the first step or, pressed twice, in the middle of one: what is in results.jsonl stays.
-        _leave_summary(folder, {"interrupted": True})
-        _say_how_to_resume(folder, "interrupted")
+        _end_early(folder, run, "interrupted", {"interrupted": True})
         return INTERRUPTED
     except (TPError, UnwritableError) as error:
         if isinstance(error, UnwritableError) and not (folder / INPUTS).is_file():
             raise
-        _leave_summary(folder, {"interrupted": True, "reason": str(error)})
-        _say_how_to_resume(folder, str(error))
+        _end_early(folder, run, str(error), {"interrupted": True, "reason": str(error)})
         return INTERNAL
 
 
-def _leave_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Write the summary of a run that ends early, if that can be: why it ends is told in any case."""
-    with suppress(UnwritableError):
-        write_summary(folder / "summary.json", summary)
+def _end_early(folder: Path, run: _Run | None, why: str, summary: dict[str, Any]) -> None:
+    """Say why a run ends and how to go on, and leave a `summary` of that if one can be written.
+
+    The summary of an earlier session stays if this one has not touched the results.
+    """
+    if (run is not None and run.has_begun) or not (folder / "summary.json").exists():
+        with suppress(UnwritableError):
+            write_summary(folder / "summary.json", summary)
+    if (folder / INPUTS).is_file():
+        _say_how_to_resume(folder, why)
+    else:
+        print(f"paged: {of_job()}{why}; nothing was sampled yet, so there is nothing to resume", file=sys.stderr)
 
 
 def finish_sweep(folder: Path, jobs: Sequence[Path]) -> None:
@@ -135,13 +143,17 @@ def _saved_config(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> tu
         saved = OmegaConf.load(folder / ".hydra" / "config.yaml")
         if not isinstance(saved, DictConfig):
             raise ValueError("not a mapping")
+        command = "run"
         if (folder / ".hydra" / "hydra.yaml").is_file():
-            process = Path(OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd)
+            chosen = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+            process, command = Path(chosen.runtime.cwd), chosen.job.config_name
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"resume must be a run's intact folder, and {folder / '.hydra'} is damaged: {reason}"
         ) from error
+    if command != "run":
+        raise UserError(f"resume must be the folder of a run, and {str(folder)!r} is one of {command}")
     exact = OmegaConf.select(saved, "numerics.name") == "invariant"
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
@@ -189,12 +201,16 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
     try:
         return read_prompts(copy, config.sampling, source=source)
     except ValueError as error:
-        raise UserError(f"workload.path must be a file of prompts: {error}") from error
+        must = "resume must be a run's intact folder" if resumed else "workload.path must be a file of prompts"
+        raise UserError(f"{must}: {error}") from error
 
 
 def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
     """Write the workload's lines to `copy`: all of them or no file, because a resumed run takes it for the whole."""
     workload = config.workload
+    with writing(copy):
+        # Of a run in the same folder that came to nothing, and whose config is gone.
+        copy.unlink(missing_ok=True)
     if isinstance(workload, PromptsWorkload):
         try:
             content = workload.path.read_bytes()
@@ -214,7 +230,11 @@ def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
 
 
 class _Run:
-    """One run of the engine over the lines of a workload; it owns the folder's results and summary."""
+    """One run of the engine over the lines of a workload; it owns the folder's results and summary.
+
+    Attributes:
+        has_begun: whether the folder's results may differ from those before this session.
+    """
 
     def __init__(
         self, config: RunConfig, folder: Path, lines: Sequence[PromptLine | RefusedLine], resumed: bool
@@ -223,6 +243,7 @@ class _Run:
         self.folder = folder
         self.lines = lines
         self.resumed = resumed
+        self.has_begun = False
         self.tally = Tally()
         self.refusals: list[str] = []
         self.finished: set[tuple[str, int]] = set()
@@ -247,6 +268,7 @@ class _Run:
             # which stops the run for a tenth of a second now and then.
             gc.collect()
             gc.freeze()
+            self.has_begun = True
             if self.resumed:
                 self._take_over_results(engine)
             with ResultsFile(self.results_path) as results, InterruptRequest() as interrupt:
@@ -305,7 +327,8 @@ class _Run:
         # Read when torch is loaded. OpenMP's threads spin while they wait, and where other programs keep the cores
         # busy (or a container has fewer than it shows) that made a run 19 times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from paged.engine import Engine, EngineConfig
+        with importing():
+            from paged.engine import Engine, EngineConfig
 
         step_log = self.folder / "steps.jsonl"
         drop_torn_line(step_log)
@@ -333,7 +356,8 @@ class _Run:
     def _add(self, engine: Engine, results: ResultsFile, interrupt: InterruptRequest) -> None:
         """Take in every line, but for samples that are finished; refusals go straight to the results.
 
-        Lines that arrive later wait for `_sample`; what a resumed run did not finish has arrived.
+        Lines that arrive later wait for `_sample`, unless they are refused; what a resumed run did not finish has
+        arrived.
         """
         for line in self.lines:
             if isinstance(line, RefusedLine):
@@ -344,23 +368,34 @@ class _Run:
                 continue
             self.unfinished[line.id] = len(missing)
             if line.arrival_s > 0 and not self.resumed:
-                self.arriving.append((line, missing))
+                self._await(engine, results, line, missing)
             elif not interrupt.requested:
                 self._hand_over(engine, results, line, missing)
         self.arriving = deque(sorted(self.arriving, key=lambda arriving: arriving[0].arrival_s))
 
+    def _await(self, engine: Engine, results: ResultsFile, line: PromptLine, samples: list[int]) -> None:
+        """Keep a line until it arrives, or refuse it now: nobody should wait for what can be told at once."""
+        with self._refusing(results, line):
+            engine.check_request(line.prompt, line.params, output_len=line.output_len)
+            self.arriving.append((line, samples))
+
     def _hand_over(self, engine: Engine, results: ResultsFile, line: PromptLine, samples: list[int]) -> None:
         """Add samples of a line to the engine; if it refuses, they are no longer to come."""
-        try:
+        with self._refusing(results, line):
             engine.add_request(
                 line.prompt, line.params, request_id=line.id, samples=samples, output_len=line.output_len
             )
+            if isinstance(self.config.workload, ArithmeticWorkload) and isinstance(line.prompt, str):
+                self.texts[line.id] = line.prompt
+
+    @contextmanager
+    def _refusing(self, results: ResultsFile, line: PromptLine) -> Iterator[None]:
+        """While entered, a ``ValueError`` of the engine's is the line's refusal."""
+        try:
+            yield
         except ValueError as error:
             del self.unfinished[line.id]
             self._refuse(results, line, " ".join(str(error).split()))
-            return
-        if isinstance(self.config.workload, ArithmeticWorkload) and isinstance(line.prompt, str):
-            self.texts[line.id] = line.prompt
 
     def _refuse(self, results: ResultsFile, line: PromptLine | RefusedLine, reason: str) -> None:
         if isinstance(self.config.workload, PromptsWorkload):
@@ -448,4 +483,4 @@ class _Run:
 
 def _say_how_to_resume(folder: Path, why: str) -> None:
     command = f"python -m paged run resume={shlex.quote(str(folder))}"
-    print(f"paged: {why}; what is finished is kept, continue with: {command}", file=sys.stderr)
+    print(f"paged: {of_job()}{why}; what is finished is kept, continue with: {command}", file=sys.stderr)

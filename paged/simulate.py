@@ -172,7 +172,7 @@ def _simulate(config: SimConfig, folder: Path) -> int:
         print(_table(config, summary))
         print(folder, flush=True)
     if outcome.interrupted:
-        print("paged: interrupted; the numbers are of what was simulated until then", file=sys.stderr)
+        print(f"paged: {of_job()}interrupted; the numbers are of what was simulated until then", file=sys.stderr)
         return INTERRUPTED
     if outcome.reason is None:
         return OK

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from paged.core.hardware import Hardware
+from paged.core.hardware import CollectiveTable, Hardware
 from paged.core.memory import DTYPE_BYTES, kv_token_bytes
 from paged.core.model_spec import ModelSpec
 from paged.core.sharding import local_spec, padded_vocab_size
@@ -65,6 +66,41 @@ class StepParts(NamedTuple):
     host_s: float
 
 
+class Lines:
+    """Seconds over a number of rows: lines that join measured points, level below the first, the last one for ever.
+
+    Args:
+        starts: rows at which each line but the first begins, ascending.
+        lines: (seconds at no rows, seconds a row) of each.
+    """
+
+    def __init__(self, starts: Sequence[float], lines: Sequence[tuple[float, float]]) -> None:
+        self._starts, self._lines = starts, lines
+
+    @classmethod
+    def straight(cls, offset: float, slope: float) -> Lines:
+        """One line."""
+        return cls([], [(offset, slope)])
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Lines:
+        """The lines through (rows, seconds), two or more by ascending rows."""
+        lines = [(points[0][1], 0.0)]
+        for (left, low), (right, high) in pairwise(points):
+            slope = (high - low) / (right - left)
+            lines.append((low - slope * left, slope))
+        return cls([rows for rows, _ in points[:-1]], lines)
+
+    def times(self, number: int) -> Lines:
+        """As many times the seconds."""
+        return Lines(self._starts, [(number * offset, number * slope) for offset, slope in self._lines])
+
+    def __call__(self, rows: int) -> float:
+        """Seconds for so many rows."""
+        offset, slope = self._lines[bisect_right(self._starts, rows)]
+        return offset + rows * slope
+
+
 class Roofline:
     """A bound on a step's time from the card's figures and the model's sizes, plus the host's time.
 
@@ -110,17 +146,20 @@ class Roofline:
         self._host_step_s = hardware.host_step_us.value * 1e-6 if host else 0.0
         self._host_seq_s = hardware.host_seq_us.value * 1e-6 if host else 0.0
         self._tp = tp
-        self._num_all_reduces = 2 * spec.num_layers + 1
+        self._num_layers = spec.num_layers
         self._row_bytes = spec.hidden_size * element
         self._logits_row_bytes = padded_vocab_size(spec, tp) * element
-        self._starts, self._lines = self._all_reduce_lines(hardware)
-        self._gather_step_s = hardware.link_latency_us.value * 1e-6 if tp > 1 else 0.0
-        self._gather_row_s = self.gather_link_bytes_per_row / hardware.link_bytes_per_s.value
+        self._all_reduces = self._collective(
+            hardware, hardware.all_reduce_us, self._row_bytes, self.embedding_link_bytes_per_token
+        ).times(2 * spec.num_layers + 1)
+        self._gather = self._collective(
+            hardware, hardware.gather_us, self._logits_row_bytes, self.gather_link_bytes_per_row
+        )
 
     @property
     def layers_link_bytes_per_token(self) -> float:
         """Bytes that a token's all-reduces in the layers move over each rank's link."""
-        return (self._num_all_reduces - 1) * self.embedding_link_bytes_per_token
+        return 2 * self._num_layers * self.embedding_link_bytes_per_token
 
     @property
     def embedding_link_bytes_per_token(self) -> float:
@@ -132,22 +171,24 @@ class Roofline:
         """Bytes that gathering a sampled row's logits moves over each rank's link."""
         return self._logits_row_bytes * (self._tp - 1) / self._tp
 
-    def _all_reduce_lines(self, hardware: Hardware) -> tuple[list[float], list[tuple[float, float]]]:
-        """Seconds of all of a step's all-reduces over tokens: where each line begins, and its (offset, slope)."""
-        number = self._num_all_reduces
+    def _collective(
+        self, hardware: Hardware, table: CollectiveTable | None, row_bytes: float, link_bytes_per_row: float
+    ) -> Lines:
+        """Seconds of a collective over its rows: as measured, or by the link's two figures.
+
+        Args:
+            hardware: whose link.
+            table: what was measured of this collective, if anything.
+            row_bytes: what each rank gets of a row.
+            link_bytes_per_row: what a row moves over each rank's link.
+        """
         if self._tp == 1:
-            return [], [(0.0, 0.0)]
-        table = hardware.all_reduce_us
+            return Lines.straight(0.0, 0.0)
         if table is None or self._tp not in table.points:
-            slope = self.embedding_link_bytes_per_token / hardware.link_bytes_per_s.value
-            return [], [(number * hardware.link_latency_us.value * 1e-6, number * slope)]
-        points = [(size / self._row_bytes, number * us * 1e-6) for size, us in table.points[self._tp]]
-        lines = [(points[0][1], 0.0)]
-        for (left, low), (right, high) in pairwise(points):
-            slope = (high - low) / (right - left)
-            lines.append((low - slope * left, slope))
-        # The last line goes on for ever.
-        return [tokens for tokens, _ in points[:-1]], lines
+            return Lines.straight(
+                hardware.link_latency_us.value * 1e-6, link_bytes_per_row / hardware.link_bytes_per_s.value
+            )
+        return Lines.through([(size / row_bytes, us * 1e-6) for size, us in table.points[self._tp]])
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds of the device."""
@@ -162,10 +203,9 @@ class Roofline:
             seconds = compute
         seconds += kv_tokens * self._kv_s + pairs * self._pair_s
         if self._tp > 1:
-            offset, slope = self._lines[bisect_right(self._starts, num_tokens)]
-            seconds += offset + num_tokens * slope
+            seconds += self._all_reduces(num_tokens)
             if num_samples:
-                seconds += self._gather_step_s + num_samples * self._gather_row_s
+                seconds += self._gather(num_samples)
         return seconds
 
     def host_s(self, num_seqs: int) -> float:
@@ -178,14 +218,12 @@ class Roofline:
             return StepParts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self._host_step_s)
         weights = self._weights_s + self._experts_s * (1.0 - self._missed**shape.num_tokens)
         compute = shape.num_tokens * self._token_s + shape.num_samples * self._sample_s
-        offset, slope = self._lines[bisect_right(self._starts, shape.num_tokens)]
-        gathered = bool(shape.num_samples)
         return StepParts(
             weights_s=weights,
             compute_s=max(0.0, compute - weights),
             kv_s=shape.kv_tokens * self._kv_s,
             attention_s=shape.attention_pairs * self._pair_s,
-            all_reduce_s=offset + shape.num_tokens * slope,
-            gather_s=gathered * self._gather_step_s + shape.num_samples * self._gather_row_s,
+            all_reduce_s=self._all_reduces(shape.num_tokens),
+            gather_s=self._gather(shape.num_samples) if shape.num_samples else 0.0,
             host_s=self._host_step_s + shape.num_seqs * self._host_seq_s,
         )

@@ -23,20 +23,21 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
+from paged import engine_parts
 from paged.core.model_spec import ModelSpec
+from paged.engine_config import EngineConfig
+from paged.engine_parts import Blueprint, build_parts, warm_up
 from paged.kernels import gemm_dispatch, launch
 from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.collectives import SINGLE, RankGroup
 from paged.kernels.gemm import gemm
 from paged.kernels.gemm_gate import Product, Verdict
-from paged.kernels.numerics import Numerics
 from paged.kernels.sampling import sample
 from paged.kernels.vocab_parallel import sample_greedy
+from paged.model.decoder import Decoder
 from paged.model.parallel import build_decoder
+from paged.other_ranks import Alone
 from paged.runner import kernel_builds, memory_profile, step_graphs
-from paged.runner.kv_cache import KVCache
-from paged.runner.memory_profile import CardMemory, StepLimits, measure_profile
-from paged.runner.runner import TorchRunner
 
 DEVICE = torch.device("cuda", 0)
 MAX_NUM_SEQS, MAX_STEP_TOKENS, MAX_SEQ_LEN, BLOCK_SIZE = 40, 300, 1000, 16
@@ -96,6 +97,11 @@ def library_product(
     return torch.empty((x_TK.shape[0], weight_NK.shape[0]), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
 
 
+def unwritten_decoder(spec: ModelSpec, seed: int, **placed: Any) -> Decoder:
+    """The shape of a network."""
+    return build_decoder(spec, **placed)
+
+
 def group_of(num_ranks: int) -> RankGroup:
     """Ranks that write to each other's memory."""
     if num_ranks == 1:
@@ -135,6 +141,7 @@ def patched(stack: ExitStack) -> None:
     address = lambda tensor: tensor.storage_offset() * tensor.element_size()  # noqa: E731
     stack.enter_context(patch.object(FakeTensor, "data_ptr", address, create=True))
     stack.enter_context(patch.object(step_graphs, "_Recorder", FakeRecorder))
+    stack.enter_context(patch.object(engine_parts, "random_decoder", unwritten_decoder))
     stack.enter_context(patch.multiple(gemm_dispatch, verdicts=verdicts, library_product=library_product))
 
 
@@ -162,26 +169,23 @@ def main(num_ranks: int) -> None:
         patched(stack)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
-        dtype = torch.bfloat16
-        group = group_of(num_ranks)
-        decoder = build_decoder(
-            SPEC, numerics=Numerics(), group=group, dtype=dtype, device=DEVICE, max_positions=MAX_SEQ_LEN
-        )
-        limits = StepLimits(
+        ranks = Alone()
+        ranks.group = group = group_of(num_ranks)
+        # The width of tables is another than in the largest steps, and no multiple of 16.
+        config = EngineConfig(
+            tp=num_ranks,
+            dtype="bfloat16",
+            num_blocks=700,
+            block_size=BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
             max_step_tokens=MAX_STEP_TOKENS,
             chunk_size=MAX_STEP_TOKENS,
-            block_size=BLOCK_SIZE,
             max_seq_len=MAX_SEQ_LEN,
-            pool_tokens=10_000,
         )
-        measure_profile(decoder, dtype, limits, CardMemory(2**37, 2**36, 0, 0), DEVICE)
-        # The width of tables is another than in the largest steps, and no multiple of 16.
-        cache = KVCache(decoder.local_spec, 700, BLOCK_SIZE, dtype=dtype, device=DEVICE)
-        runner = TorchRunner(
-            decoder, cache, None, max_num_seqs=MAX_NUM_SEQS, max_seq_len=MAX_SEQ_LEN, eos_token_ids=[1]
-        )
-        runner.warm_up(MAX_STEP_TOKENS)
+        parts = build_parts(Blueprint(spec=SPEC, folder=None, config=config.resolved(DEVICE)), DEVICE, ranks)
+        warm_up(parts)
+        runner, decoder, cache = parts.runner, parts.runner.decoder, parts.runner.cache
+        dtype = decoder.dtype
         phase[0] = "steps"
         graphs = runner.graphs
         assert graphs is not None

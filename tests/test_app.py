@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -335,15 +337,27 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         (["policy=lifo"], "policy must be one of fifo, forecast, reserve, watermark, not 'lifo'"),
         (["numerics=exact"], "numerics must be one of fast, invariant, not 'exact'"),
         (["experiment=none"], "experiment must be one of"),
-        (["block_size"], "cannot read the override 'block_size': it must be KEY=VALUE"),
+        (["block_size"], "cannot read the override 'block_size': it must be KEY=VALUE or GROUP=OPTION\n"),
+        (
+            ["workload.path=it's é=1"],
+            'cannot read the override "workload.path=it\'s é=1": it must be KEY=VALUE or GROUP=OPTION; a value that '
+            "holds other characters stands in quotes of its own, \"workload.path='it\\'s é=1'\"",
+        ),
         (["block_size=1,2"], "'block_size=1,2' gives several values: add -m"),
         (["--flag"], "unrecognized arguments: --flag"),
         (["-m", "--cfg", "job"], "only one of --run, --multirun"),
         (["--config-name", "absent"], "Cannot find primary config 'absent'"),
-        (["policy=null"], "Config group override must be a string"),
+        (["policy=null"], "policy must be one of fifo, forecast, reserve, watermark, not null"),
+        (["-m", "policy=fifo,1"], "policy must be one of fifo, forecast, reserve, watermark, not 1"),
+        (["-m", "policy=fifo,lifo"], "policy must be one of fifo, forecast, reserve, watermark, not 'lifo'"),
+        (
+            ["-m", "hydra.sweep.subdir=same", "seed=1,2"],
+            "hydra.sweep.subdir must differ from job to job, as ${hydra.job.num}",
+        ),
         (["sampling=[1]"], "sampling must hold keys and values, not [1]"),
         (["sampling.stop={a: 1}"], "sampling.stop must be a text or a list of texts, not {a: 1}"),
-        (["workload=[1]"], "a group must be given the name of one of its options"),
+        (["workload=[1]"], "workload must be one of arithmetic, bill, gamma, "),
+        (["sampling.logit_bias={1: '???'}"], "sampling.logit_bias.1 must be given"),
         (["block_size=${foo}"], "block_size: Interpolation key 'foo' not found"),
         (["block_size=abc"], "block_size must be a whole number, not 'abc'"),
         (["block_size=0"], "block_size must be a whole number, at least 1, not 0"),
@@ -649,7 +663,160 @@ def test_ctrl_c_in_the_real_process(cli: Cli, checkpoint: Path, tmp_path: Path) 
     assert len(tokens_of(folder)) == 16
 
 
+def test_ctrl_c_while_inputs_are_copied_has_nothing_to_resume(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said how to resume: that folder had no inputs or, worse, those of an earlier run with another config."""
+    folder = tmp_path / "run"
+    given = [*SMALL, f"hydra.run.dir={folder}"]
+    assert cli(*given, "num_blocks=1000000000")[0] == 2
+    assert (folder / "inputs" / "prompts.jsonl").is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr("paged.run.write_prompts", lambda *_: signal.raise_signal(signal.SIGINT))
+        code, out, err = cli(*given)
+    assert (code, out) == (130, "")
+    assert err == "paged: interrupted; nothing was sampled yet, so there is nothing to resume\n"
+    assert not (folder / "inputs" / "prompts.jsonl").exists()
+    assert cli(*given)[0] == 0
+
+
+def test_ctrl_c_before_a_resumed_run_goes_on_keeps_its_summary(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run that was resumed and interrupted while it loaded had lost all of its numbers."""
+    folder = folder_of(cli(*SMALL)[1])
+    before = summary_of(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("paged.run._Run._build_engine", lambda *_: signal.raise_signal(signal.SIGINT))
+        code, _, err = cli(f"resume={folder}", model=False)
+    assert code == 130
+    assert err.endswith(f"continue with: python -m paged run resume={folder}\n")
+    assert summary_of(folder) == before
+    assert cli(f"resume={folder}", model=False)[0] == 0
+    assert summary_of(folder) == before
+
+
+def test_ctrl_c_in_a_sweep_names_the_job_and_leaves_the_table(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged.engine import Engine
+
+    step, pools = Engine.run_step, []
+
+    def interrupting(self: Engine) -> Any:
+        pools.append(self.scheduler.config.num_blocks)
+        if len(set(pools)) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "run_step", interrupting)
+    code, out, err = cli("-m", "num_blocks=40,41,42", *SMALL)
+    assert code == 130
+    sweep = folder_of(out)
+    assert (
+        f"paged: job 1: interrupted; what is finished is kept, continue with: python -m paged run resume={sweep}/1\n"
+        in err
+    )
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith(("0 ", "1 ", "2 "))] == [
+        ["0", "40"],
+        ["1", "41"],
+    ]
+
+
+@pytest.mark.parametrize("spoils", [False, True], ids=["interrupt", "error of an interrupt"])
+def test_ctrl_c_between_the_jobs_of_a_sweep_leaves_the_table(
+    spoils: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra composes there: the jobs that were done had no table and no last line, and what omegaconf made of an
+    interrupt in the middle of its books was a traceback."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+    compose = ConfigLoaderImpl.load_sweep_config
+    num_composed = 0
+
+    def interrupted(self: ConfigLoaderImpl, *args: Any, **fields: Any) -> Any:
+        nonlocal num_composed
+        num_composed += 1
+        # All are composed once before the first begins.
+        if num_composed == 4:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                if spoils:
+                    raise AttributeError("'NoneType' object has no attribute '_invalidate_flags_cache'")
+        return compose(self, *args, **fields)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", interrupted)
+    code, out, err = cli("-m", "seed=1,2", *SMALL)
+    assert code == 130
+    assert err.endswith("paged: interrupted\n")
+    sweep = folder_of(out)
+    assert (sweep / "sweep.csv").is_file()
+    assert len(rows_of(sweep / "0")) == 4
+
+
+def test_a_mistake_that_is_found_after_other_jobs_leaves_their_table(cli: Cli) -> None:
+    """Jobs are composed before the first begins, unless they come in batches: then the table of those done was lost."""
+    code, out, err = cli("-m", "policy=fifo,lifo", "hydra.sweeper.max_batch_size=1", *SMALL)
+    assert code == 2
+    assert err.endswith("paged: policy must be one of fifo, forecast, reserve, watermark, not 'lifo'\n")
+    sweep = folder_of(out)
+    assert (sweep / "sweep.csv").is_file()
+    assert len(rows_of(sweep / "0")) == 4
+
+
+def test_ctrl_c_at_the_end_of_a_sweep_still_tells_its_folder(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paged.sim.sweep.Comparison.write", lambda *_: signal.raise_signal(signal.SIGINT))
+    code, out, err = cli("-m", "seed=1", *SMALL)
+    assert code == 130
+    assert err.endswith("paged: interrupted\n")
+    assert len(rows_of(folder_of(out) / "0")) == 4
+
+
+def test_what_is_no_folder_of_a_run_is_not_resumed(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    """`numerics must be one of ...`, it said of the folder of a plan, and blamed `workload.path` for lost inputs."""
+    assert main(["plan", "model=tiny", "tp=1"]) == 0
+    plan = folder_of(capsys.readouterr().out)
+    sentence = f"paged: resume must be the folder of a run, and {str(plan)!r} is one of plan\n"
+    assert cli(f"resume={plan}", model=False) == (2, "", sentence)
+    folder = folder_of(cli(*SMALL)[1])
+    (folder / "inputs" / "prompts.jsonl").unlink()
+    code, out, err = cli(f"resume={folder}", model=False)
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        f"paged: resume must be a run's intact folder: '{folder}/inputs/prompts.jsonl' cannot be read"
+    )
+
+
+def test_ctrl_c_while_python_loads_the_program_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt if name == "main" else AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "paged.app", Interrupted("paged.app"))
+    monkeypatch.delitem(sys.modules, "paged.__main__", raising=False)
+    # A KeyboardInterrupt that nobody awaits would end the tests.
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as end:
+        runpy.run_module("paged", run_name="__main__")
+    assert isinstance(end.value, SystemExit)
+    assert end.value.code == 130
+
+
 # What else happens to folders and processes
+
+
+def test_what_cannot_be_served_is_refused_before_it_arrives(cli: Cli, tmp_path: Path) -> None:
+    """With `workload=poisson` the embedded model has no places for most requests, and each was refused when its time
+    had come: 512 seconds for nothing."""
+    path = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"id": "long", "prompt": "1+" * 200, "arrival_s": 5},
+        {"id": "odd", "prompt_token_ids": [10**6], "arrival_s": 5},
+        {"id": "fits", "prompt": "1+1", "arrival_s": 0.1},
+    )
+    code, out, err = cli("workload=prompts", f"workload.path={path}", "sampling.n=1", "sampling.max_tokens=3")
+    assert code == 2
+    assert {row["id"]: row["finish_reason"] for row in rows_of(folder_of(out))}.keys() == {"long", "odd", "fits"}
+    assert "2 of 3 lines were refused, the first is long: line 1: a prompt of 400 tokens" in err
+    summary = summary_of(folder_of(out))
+    assert summary["num_samples"] == 1
+    assert summary["elapsed_s"] < 4
 
 
 def test_refusals_are_looked_at_again_when_a_run_is_resumed(cli: Cli, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -100,6 +101,13 @@ def test_a_step_is_profiled() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gaps between kernels") == 2
     assert re.search(r"us a step: step \d+, submit \d+", done.stdout)
+
+
+def test_every_phase_of_a_start_is_there(scripts: None) -> None:
+    """One that was renamed would be passed over, and its time and builds be those of `else`."""
+    from start_h200 import PHASES
+
+    assert [name for _, module, name in PHASES if not hasattr(importlib.import_module(module), name)] == []
 
 
 def test_every_kernel_has_a_kind(scripts: None) -> None:

@@ -35,7 +35,7 @@ class Rule:
 EVERYTHING = Rule(ours=("paged",))
 BELOW_THE_ENGINE = ("paged.core", "paged.kernels", "paged.model", "paged.runner")
 # Of core, the runner sees no scheduler, no sequence and no block pool.
-SEEN_BY_THE_RUNNER = ("agreement", "json_files", "memory", "model_spec", "plan", "policy", "request")
+SEEN_BY_THE_RUNNER = ("agreement", "json_files", "memory", "model_spec", "plan", "request")
 ENGINE = (
     "paged.consensus",
     "paged.engine",
@@ -45,6 +45,7 @@ ENGINE = (
     "paged.follower",
     "paged.intake",
     "paged.loop",
+    "paged.other_ranks",
     "paged.outputs",
     "paged.samples",
     "paged.step_log",

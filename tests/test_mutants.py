@@ -342,7 +342,7 @@ def check_on_the_device() -> None:
 def check_the_pool() -> None:
     pool = BlockPool(4)
     first = pool.allocate(2)
-    pool.publish(first[0], b"key")
+    pool.publish([first[0]], [b"key"])
     pool.adopt(first[:1])
     pool.check([first, first[:1]])
     pool.free(first)

@@ -401,11 +401,17 @@ def test_a_sweep_shows_the_largest_batch_that_fits(cli: Cli) -> None:
             "hardware.memory_gib=40",
             "hardware.memory_gib must hold keys and values, not 40; write hardware.memory_gib.value=40",
         ),
+        ("hardware.memory_gib=${seed}", "hardware.memory_gib: Interpolation key 'seed' not found"),
+        ("hardware.memory_gib=???", "hardware.memory_gib must hold keys and values, not '???'"),
         ("hardware.memory_gb.value=40", "hardware.memory_gb.value is not a key of this config; did you mean"),
         ("~hardware.flops_per_s.source", "hardware.flops_per_s.source must be given: a text"),
         (
             "hardware=h200 +hardware.all_reduce_us.value={4:{9:1}}",
             "hardware.all_reduce_us.value.4 must be at least two times above 0 that grow with the bytes",
+        ),
+        (
+            "hardware=h200 +hardware.gather_us={value:{2:{9:2,10:1}},source:x,assumed:false}",
+            "hardware.gather_us.value.2 must be at least two times above 0 that grow with the bytes",
         ),
         ("memory.weight_gib=3", "memory.weight_gib is not a key of this config; did you mean memory.weights_gib?"),
         ("memory.weights_gib=-3", "memory.weights_gib must be a number, at least 0, not -3.0"),

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -477,6 +478,30 @@ def test_a_sweep_goes_on_after_a_mistake_and_the_table_names_it(cli: Cli) -> Non
     assert "policy.fraction must be" in out.splitlines()[2]
 
 
+def test_ctrl_c_outside_of_a_simulation_leaves_the_table_of_a_sweep(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted in its pictures, a job took the table of those before it away."""
+    write, folders = paged.simulate._write_tables, []
+
+    def interrupting(*args: Any) -> None:
+        folders.append(args[-1])
+        if len(folders) == 2:
+            signal.raise_signal(signal.SIGINT)
+        write(*args)
+
+    monkeypatch.setattr(paged.simulate, "_write_tables", interrupting)
+    code, out, err = cli("-m", *SMALL[:4], *QUICK, "num_blocks=124,125,126")
+    assert code == 130
+    assert err.endswith("paged: job 1: interrupted\n")
+    assert sorted(line.split()[0] for line in out.splitlines()[1:3]) == ["0", "1"]
+    assert (folder_of(out) / "sweep.csv").is_file()
+
+
+def test_a_length_that_is_left_out_is_named(cli: Cli) -> None:
+    """It was a traceback."""
+    code, out, err = cli("workload.output.median=???")
+    assert (code, out, err) == (2, "", "paged: workload.output.median must be given\n")
+
+
 def test_a_sweep_by_no_number_is_refused_once_and_at_once(cli: Cli) -> None:
     code, out, err = cli("-m", *SMALL, *QUICK, "num_blocks=100,125", "optimize=throughput")
     sentence = "optimize must be a number of the summary, not 'throughput'; did you mean -tokens_per_s_end_to_end?"
@@ -551,6 +576,9 @@ def test_ctrl_c_keeps_what_there_is(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert 0 < summary["num_samples"] < 16 == len(rows_of(folder / "requests.csv"))
     assert summary["num_steps"] == len(rows_of(folder / "steps.csv"))
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    code, _, err = cli("-m", "workload.num_prompts=4", *QUICK)
+    assert code == 130
+    assert "paged: job 0: interrupted; the numbers are of what was simulated until then\n" in err
 
 
 def test_what_is_cut_short_is_not_in_the_means(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

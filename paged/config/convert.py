@@ -6,7 +6,7 @@ import difflib
 import importlib
 import re
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
@@ -124,12 +124,13 @@ def _root(command: str) -> Root:
     return root
 
 
-def hydra_sentence(error: Exception, command: str, own_conf: Path | None = None) -> str:
+def hydra_sentence(error: Exception, command: str, overrides: Sequence[str] = (), own_conf: Path | None = None) -> str:
     """One sentence for an error of Hydra's or OmegaConf's, which name their own remedies over several lines.
 
     Args:
         error: while the config was composed.
         command: the command word, whose keys a misspelt one is compared with.
+        overrides: of the command line.
         own_conf: the user's own folder of config files, if one was given.
     """
     from hydra.errors import MissingConfigException, OverrideParseException
@@ -139,11 +140,13 @@ def hydra_sentence(error: Exception, command: str, own_conf: Path | None = None)
         return _unreadable(error, own_conf)
     if (told := too_many_digits(error)) is not None:
         return f"the config {told}"
-    if isinstance(error, TypeError):
-        # Hydra takes the items of a list that is given to a group for names.
-        return f"a group must be given the name of one of its options: {_first_line(message)}"
+    if isinstance(error, TypeError) or message.startswith("Config group override must be"):
+        # Hydra takes the items of a list that is given to a group for names, and names neither it nor the group.
+        reason = f"a group must be given the name of one of its options: {_first_line(message)}"
+        return _unnamed_option(overrides, command, own_conf) or reason
     if isinstance(error, OverrideParseException):
-        return f"cannot read the override {error.override!r}: it must be KEY=VALUE or GROUP=OPTION"
+        reason = f"cannot read the override {error.override!r}: it must be KEY=VALUE or GROUP=OPTION"
+        return reason + _quoting_hint(str(error.override))
     if isinstance(error, MissingConfigException):
         if error.options is not None and error.missing_cfg_file is not None:
             group, _, option = error.missing_cfg_file.rpartition("/")
@@ -196,6 +199,40 @@ def _unknown_key(error: Exception, key: str, command: str) -> str:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         siblings = near or [name for name in known if "." not in name]
     return f"{key} is not a key of this config; {nearest(key, siblings)}"
+
+
+def _quoting_hint(override: str) -> str:
+    """How to write an override that cannot be read for characters that its value holds, if that is why."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, value = override.partition("=")
+    escaped = value.replace("'", "\\'")
+    quoted = f"{key}='{escaped}'"
+    if not value:
+        return ""
+    try:
+        OverridesParser.create().parse_override(quoted)
+    except HydraException:
+        return ""
+    # The shell takes the outer quotes away.
+    return f'; a value that holds other characters stands in quotes of its own, "{quoted}"'
+
+
+def _unnamed_option(overrides: Sequence[str], command: str, own_conf: Path | None) -> str | None:
+    """A sentence for the first of `overrides` that gives a group something else than a name; None if none does."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        group, value = override.key_or_group, override.value()
+        values = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+        wrong = [each for each in values if not isinstance(each, str | QuotedString)]
+        if wrong and group in groups_of(command) and not override.is_delete():
+            folders = [conf_folder()] if own_conf is None else [own_conf, conf_folder()]
+            options = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+            return f"{group} must be one of {', '.join(options)}, not {_shown(wrong[0])}"
+    return None
 
 
 def _experiment() -> str:
@@ -321,6 +358,8 @@ def _convert(schema: type, values: Mapping[str, Any], prefix: str, others: tuple
     for key in hints:
         if OmegaConf.is_missing(target, key):
             raise UserError(f"{prefix}{key} must be given: {given[key] or _allowed(hints[key])}")
+    if inside := OmegaConf.missing_keys(target):
+        raise UserError(f"{prefix}{min(inside)} must be given")
     return OmegaConf.to_object(target)
 
 

@@ -20,7 +20,7 @@ from omegaconf import MISSING, DictConfig, open_dict
 from paged.config.convert import GIVEN, nearest
 from paged.core.checks import check_timeout, check_whole
 from paged.core.config_json import CONFIG_FIELDS
-from paged.core.hardware import AllReduceTable, Figure, Hardware
+from paged.core.hardware import CollectiveTable, Figure, Hardware
 from paged.core.memory import Deployment, check_gib
 from paged.core.model_spec import ModelSpec
 from paged.core.policy import Fifo, Forecast, Policy, Reserve, Watermark
@@ -106,14 +106,14 @@ class FigureSchema:
 
 
 @dataclass(slots=True, kw_only=True)
-class AllReduceSchema:
-    """Measured all-reduces, microseconds by number of ranks and bytes."""
+class CollectiveSchema:
+    """Measured times of a collective, microseconds by number of ranks and bytes."""
 
     value: dict[int, dict[int, float]] = MISSING
     source: str = MISSING
     assumed: bool = MISSING
 
-    def build(self) -> AllReduceTable:
+    def build(self, key: str) -> CollectiveTable:
         """The table; raises ``ValueError`` for one that has too few points or that falls."""
         points = {}
         for ranks, times in self.value.items():
@@ -121,10 +121,10 @@ class AllReduceSchema:
             falls = any(left[1] > right[1] for left, right in itertools.pairwise(row))
             if len(row) < 2 or row[0][1] <= 0 or falls:
                 raise ValueError(
-                    f"hardware.all_reduce_us.value.{ranks} must be at least two times above 0 that grow with the bytes"
+                    f"hardware.{key}.value.{ranks} must be at least two times above 0 that grow with the bytes"
                 )
             points[ranks] = row
-        return AllReduceTable(points, self.source, self.assumed)
+        return CollectiveTable(points, self.source, self.assumed)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +138,8 @@ class HardwareSchema:
     link_bytes_per_s: FigureSchema = MISSING
     link_latency_us: FigureSchema = MISSING
     other_link_latencies_us: list[float] = MISSING
-    all_reduce_us: AllReduceSchema | None = MISSING
+    all_reduce_us: CollectiveSchema | None = MISSING
+    gather_us: CollectiveSchema | None = MISSING
     host_step_us: FigureSchema = MISSING
     host_seq_us: FigureSchema = MISSING
     pool_gib: FigureSchema | None = MISSING
@@ -153,7 +154,8 @@ class HardwareSchema:
             link_bytes_per_s=self.link_bytes_per_s.build("link_bytes_per_s"),
             link_latency_us=self.link_latency_us.build("link_latency_us", zero=True),
             other_link_latencies_us=tuple(self.other_link_latencies_us),
-            all_reduce_us=None if self.all_reduce_us is None else self.all_reduce_us.build(),
+            all_reduce_us=None if self.all_reduce_us is None else self.all_reduce_us.build("all_reduce_us"),
+            gather_us=None if self.gather_us is None else self.gather_us.build("gather_us"),
             host_step_us=self.host_step_us.build("host_step_us", zero=True),
             host_seq_us=self.host_seq_us.build("host_seq_us", zero=True),
             pool_gib=None if self.pool_gib is None else self.pool_gib.build("pool_gib"),
@@ -173,7 +175,8 @@ def with_given_sources(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """A copy of a config in which a figure of the hardware that `overrides` replace no longer has its old source."""
     keys, marked = given_keys(overrides), copy.deepcopy(cfg)
     hardware = marked.get("hardware")
-    for name, figure in hardware.items() if isinstance(hardware, DictConfig) else ():
+    # Not resolved: what is missing or refers to nothing is told when the config is read.
+    for name, figure in hardware.items_ex(resolve=False) if isinstance(hardware, DictConfig) else ():
         key = f"hardware.{name!s}"
         replaced = any(each == f"{key}.value" or each.startswith(f"{key}.value.") for each in keys)
         if isinstance(figure, DictConfig) and replaced and f"{key}.source" not in keys:

@@ -121,12 +121,8 @@ class BlockPool:
         """The block whose published content has ``key``, or None."""
         return self._block_by_key.get(key)
 
-    def publish(self, block: int, key: Key) -> None:
-        """Let ``block`` be found by ``key``; if another block already is, nothing changes."""
-        self.publish_all((block,), (key,))
-
-    def publish_all(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
-        """``publish`` each of ``blocks`` under the key at the same place."""
+    def publish(self, blocks: Sequence[int], keys: Sequence[Key]) -> None:
+        """Let each of ``blocks`` be found by the key at the same place, unless another one is, or it has a key."""
         references, block_by_key, key_by_block = self.references, self._block_by_key, self._key_by_block
         for block, key in zip(blocks, keys, strict=True):
             assert references[block] > 0, "only a block in use can be published"

@@ -28,11 +28,11 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduceTable:
-    """Measured times of an all-reduce, for links where latency and bandwidth do not tell them.
+class CollectiveTable:
+    """Measured times of a collective, for links where latency and bandwidth do not tell them.
 
     Attributes:
-        points: by number of ranks, (bytes, microseconds) by ascending bytes, at least two.
+        points: by number of ranks, (bytes of what each rank gets, microseconds) by ascending bytes, at least two.
         source: who says so.
         assumed: they were measured on other hardware.
     """
@@ -54,7 +54,8 @@ class Hardware:
         link_bytes_per_s: bus bandwidth of collectives: each rank moves ``2 (w - 1) / w`` of an all-reduce's bytes.
         link_latency_us: time of a collective beside its bytes, microseconds.
         other_link_latencies_us: further values that the latency, if it is assumed, may have.
-        all_reduce_us: measured times instead of latency and bandwidth.
+        all_reduce_us: measured times of all-reduces instead of latency and bandwidth.
+        gather_us: the same of the gather of logits.
         host_step_us, host_seq_us: what a step takes beside the device's bound, and for each sequence in it.
         pool_gib: a fixed size of the pool, where the engine does not size it by the memory.
     """
@@ -66,7 +67,8 @@ class Hardware:
     link_bytes_per_s: Figure
     link_latency_us: Figure
     other_link_latencies_us: tuple[float, ...] = ()
-    all_reduce_us: AllReduceTable | None = None
+    all_reduce_us: CollectiveTable | None = None
+    gather_us: CollectiveTable | None = None
     host_step_us: Figure
     host_seq_us: Figure
     pool_gib: Figure | None = None
@@ -76,7 +78,7 @@ class Hardware:
         """Whether it is a CPU: the engine sizes its pool by the memory of cards alone."""
         return self.pool_gib is not None
 
-    def figures(self) -> dict[str, Figure | AllReduceTable]:
+    def figures(self) -> dict[str, Figure | CollectiveTable]:
         """Every figure that is there, by its name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Figure | AllReduceTable)}
+        return {name: value for name, value in values.items() if isinstance(value, Figure | CollectiveTable)}

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from paged.core.checks import check_whole
 from paged.core.request import Request
+
+MOST: Final = 2**31 - 1
+"""What no limit may exceed: slots and positions are numbers of 32 bits on a device."""
+MOST_BLOCKS: Final = 10**8
+"""Most blocks of a pool, each of which takes the scheduler some tens of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +47,10 @@ class SchedulerConfig:
         names = ("num_blocks", "block_size", "max_num_seqs", "max_step_tokens", "chunk_size", "depth")
         optional = [name for name in ("max_seq_len", "vocab_size") if getattr(self, name) is not None]
         for name in (*names, *optional):
-            check_whole(name, getattr(self, name), 1)
+            value, most = getattr(self, name), MOST_BLOCKS if name == "num_blocks" else MOST
+            check_whole(name, value, 1)
+            if value > most:
+                raise ValueError(f"{name} must be a whole number, at most {most}, not {value}")
 
     @property
     def kv_tokens(self) -> int:

@@ -11,7 +11,6 @@ from paged.core.checks import check_whole
 from paged.core.config_json import DTYPES
 from paged.core.hardware import Hardware
 from paged.core.model_spec import ModelSpec
-from paged.core.policy import num_blocks_for
 from paged.core.sharding import check_tp, num_parameters_per_rank
 
 GIB: Final = 2**30
@@ -65,6 +64,11 @@ def kv_budget_bytes(device_bytes: float, utilization: float, weights_bytes: int,
         bytes; negative if the rest alone is too much.
     """
     return int(device_bytes * utilization) - weights_bytes - other_bytes
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
 
 
 def num_blocks_in(budget_bytes: int, block_bytes: int, *, max_num_seqs: int, max_blocks: int) -> int:

@@ -12,12 +12,8 @@ from typing import Final, NamedTuple
 
 from paged.core.blocks import BlockPool
 from paged.core.lengths import BOUNDS, Hazard, LengthHistory, span_of
+from paged.core.memory import num_blocks_for
 from paged.core.sequence import Sequence
-
-
-def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold ``num_tokens`` tokens."""
-    return -(-num_tokens // block_size)
 
 
 @dataclass(slots=True)

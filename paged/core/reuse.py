@@ -83,7 +83,7 @@ class PrefixReuse:
             self._extend_keys(sequence, full)
         first = sequence.num_published
         filled = sequence.keys[first:full]
-        self._pool.publish_all(sequence.blocks[first:full], filled)
+        self._pool.publish(sequence.blocks[first:full], filled)
         self._end_leads(sequence, filled)
         sequence.num_published = full
         sequence.publish_at = (full + 1) * self._block_size

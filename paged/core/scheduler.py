@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from paged.core.blocks import BlockPool
 from paged.core.lengths import LengthHistory
-from paged.core.limits import SchedulerConfig as SchedulerConfig  # as callers know it
+from paged.core.limits import SchedulerConfig
+from paged.core.memory import num_blocks_for
 from paged.core.metrics import Counters
 from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, Started, StepPlan, StepResult
-from paged.core.policy import Fifo, Load, Policy, num_blocks_for
+from paged.core.policy import Fifo, Load, Policy
 from paged.core.request import Request
 from paged.core.reuse import PrefixReuse
 from paged.core.sequence import COMPLETE, FinishReason, Sequence, Status

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from paged.core.blocks import BlockPool
+from paged.core.memory import num_blocks_for
 from paged.core.plan import SAMPLE
-from paged.core.policy import num_blocks_for
 from paged.core.request import Request
 from paged.core.sequence import Sequence
 

@@ -10,7 +10,6 @@ Shapes: T rows of a step, R rows that sample, V token ids.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import replace
 from typing import Final
@@ -21,10 +20,12 @@ from paged.kernels import vocab_parallel
 from paged.kernels.attention import is_canonical
 from paged.kernels.batch_layout import BatchLayout, ChunkTiles, DecodeWork
 from paged.kernels.launch import build
-from paged.kernels.sampling import LogitBias, Penalties, SamplingColumns, log_sum_exp, sample
+from paged.kernels.sampling import log_sum_exp, sample
+from paged.kernels.sampling_columns import LogitBias, Penalties, SamplingColumns
 from paged.kernels.step_rows import keep_draws, keep_last_rows, step_inputs
 from paged.model.decoder import Decoder
 from paged.runner.kv_cache import KVCache
+from paged.runner.processors import num_processors
 from paged.runner.step_graphs import SMALL_SIZES, can_graph
 
 _LOG = logging.getLogger(__name__)
@@ -59,9 +60,9 @@ def build_kernels(
 
 
 def _num_threads(num_ranks: int, num_sharing: int) -> int:
-    """Threads of this rank: the ranks that may be on this machine divide its processors."""
+    """Threads of this rank: the ranks that may be on this machine divide the processors that they may use."""
     num_local = min(num_ranks, num_sharing * max(1, torch.cuda.device_count()))
-    return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // num_local))
+    return max(1, min(MOST_THREADS, num_processors() // num_local))
 
 
 @torch.inference_mode()

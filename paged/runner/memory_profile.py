@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from paged.core.memory import GIB, kv_budget_bytes
-from paged.core.policy import num_blocks_for
+from paged.core.memory import GIB, kv_budget_bytes, num_blocks_for
 from paged.kernels.batch_layout import BatchLayout
 from paged.kernels.linear import is_canonical
-from paged.kernels.sampling import Penalties, SamplingColumns, sample
+from paged.kernels.sampling import sample
+from paged.kernels.sampling_columns import Penalties, SamplingColumns
 from paged.model.decoder import Decoder
-from paged.runner.kernel_builds import build_kernels
 from paged.runner.kv_cache import KVCache
 from paged.runner.runner import SCORE_ROWS
 from paged.runner.slots import TokenCounts, table_bytes
@@ -155,43 +153,29 @@ class StepLimits:
         return [num_keys - 1] * num_seqs, [1] * num_seqs
 
 
-def unwatched(*, is_limited: bool = True) -> AbstractContextManager[None]:
-    """What ``Leader.computing`` is to an engine of one rank."""
-    return nullcontext()
-
-
 def measure_profile(
     decoder: Decoder,
     kv_dtype: torch.dtype,
     limits: StepLimits,
     before: CardMemory,
-    device: torch.device,
-    computing: Callable[..., AbstractContextManager[None]] = unwatched,
-    meet: Callable[[], object] = lambda: None,
+    loaded: CardMemory,
 ) -> MemoryProfile:
     """Run the largest steps on a card that holds the weights and not yet the cache; all ranks together.
 
-    Builds all kernels first, side by side. Takes as long as these steps, and the first time as long as the builds and
-    the comparison of the library's products with ours. Starts torch's count of the peak anew.
+    Takes as long as these steps, and the first time as long as the comparison of the library's products with ours.
+    Kernels that were not built before are built one by one. Starts torch's count of the peak anew.
 
     Args:
         decoder: the network, or a rank's part of it.
         kv_dtype: of the cache.
         limits: of the steps.
-        before: of the card, before the decoder was there.
-        device: the card.
-        computing: entered around what the ranks compute together; ``is_limited=False`` where that may take any time.
-        meet: waits for the other ranks, however long they build.
+        before: the card, before the decoder was there.
+        loaded: the card, once the decoder was there and nothing had been computed.
     """
-    loaded = CardMemory.read(device)
+    device = decoder.device
     # Where keys and values lie is no matter: one block serves all.
     cache = KVCache(decoder.local_spec, 1, limits.block_size, dtype=kv_dtype, device=device)
-    with computing(is_limited=False):
-        if device.type == "cuda":
-            build_kernels(decoder, cache, limits.max_step_tokens, limits.num_logits, before.num_sharing)
-    meet()
-    with computing():
-        step_bytes, decode_bytes, penalized_bytes = _step_bytes(decoder, cache, limits)
+    step_bytes, decode_bytes, penalized_bytes = _step_bytes(decoder, cache, limits)
     makes_graphs = can_graph(decoder, cache)
     del cache
     torch.cuda.empty_cache()

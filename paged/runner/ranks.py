@@ -168,6 +168,20 @@ class Ranks:
         except TimeoutError as error:
             raise _silence([rank], limit_s) from error
 
+    def hear_start(self, limit_s: float) -> list[Any]:
+        """As ``hear``, while ranks start and import what they need, which may leave no time for signs of life.
+
+        So they may be silent for ``START_S`` at least; the error says which of the two limits it was.
+        """
+        found = []
+        for rank in range(1, self.size):
+            try:
+                found.append(_unless_failed(rank, self._receive(rank, max(limit_s, START_S))))
+            except TimeoutError as error:
+                limit = "tp_timeout_s" if limit_s >= START_S else "the time for a start"
+                raise _silence([rank], max(limit_s, START_S), limit) from error
+        return found
+
     def hear(self, limit_s: float) -> list[Any]:
         """The next message of every other rank, in order.
 
@@ -408,9 +422,9 @@ def _unless_failed(rank: int, message: Any) -> Any:
     return message
 
 
-def _silence(ranks: Sequence[int], limit_s: float) -> TPError:
+def _silence(ranks: Sequence[int], limit_s: float, limit: str = "tp_timeout_s") -> TPError:
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-    return TPError(f"{who} not answered within {limit_s:g} s (tp_timeout_s)")
+    return TPError(f"{who} not answered within {limit_s:g} s ({limit})")
 
 
 def _is_stopped(pid: int) -> bool:

@@ -15,8 +15,8 @@ from enum import IntFlag
 import numpy as np
 import torch
 
+from paged.core.memory import num_blocks_for
 from paged.core.plan import Started, StepPlan
-from paged.core.policy import num_blocks_for
 from paged.core.request import Request, SamplingParams
 from paged.kernels.sampling_columns import SamplingColumns
 from paged.runner.text import TextStream, Tokenizer

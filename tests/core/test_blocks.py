@@ -109,7 +109,7 @@ class Books:
         else:
             key = self.num_keys.to_bytes(16, "big")
             self.num_keys += 1
-        self.pool.publish(block, key)
+        self.pool.publish([block], [key])
         if block not in self.key_of and key not in self.key_of.values():
             self.key_of[block] = key
 
@@ -184,8 +184,7 @@ def test_blocks_without_a_key_are_reused_last_freed_first() -> None:
 def test_keyed_blocks_are_reused_after_the_others_and_least_recently_used_first() -> None:
     pool = BlockPool(5)
     first, second = pool.allocate(2), pool.allocate(2)
-    for block in (*first, *second):
-        pool.publish(block, b"key %d" % block)
+    pool.publish([*first, *second], [b"key %d" % block for block in (*first, *second)])
     pool.free(first)
     pool.free(second)
     assert pool.num_cached == 4
@@ -198,13 +197,12 @@ def test_keyed_blocks_are_reused_after_the_others_and_least_recently_used_first(
 def test_eviction_drops_the_key() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
-    pool.publish(blocks[0], b"a")
-    pool.publish(blocks[1], b"b")
+    pool.publish(blocks, [b"a", b"b"])
     pool.free(blocks)
     assert pool.allocate(1) == [1]
     assert pool.lookup(b"b") is None
     assert pool.lookup(b"a") == 0
-    pool.publish(1, b"c")
+    pool.publish([1], [b"c"])
     assert pool.lookup(b"c") == 1
     pool.check([[1]])
 
@@ -212,7 +210,7 @@ def test_eviction_drops_the_key() -> None:
 def test_allocation_is_all_or_nothing() -> None:
     pool = BlockPool(4)
     held = pool.allocate(3)
-    pool.publish(held[2], b"kept")
+    pool.publish([held[2]], [b"kept"])
     pool.free(held[2:])
     with pytest.raises(RuntimeError, match="3 blocks asked for, 2 free of 4"):
         pool.allocate(3)
@@ -238,7 +236,7 @@ def test_freeing_at_count_zero_raises() -> None:
 def test_a_shared_block_survives_one_owner() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
-    pool.publish(blocks[0], b"k")
+    pool.publish([blocks[0]], [b"k"])
     pool.adopt(blocks)
     assert pool.references[0] == 2
     pool.free(blocks)
@@ -253,7 +251,7 @@ def test_only_a_private_block_may_be_written() -> None:
     pool = BlockPool(4)
     private, shared, published = pool.allocate(3)
     pool.adopt([shared])
-    pool.publish(published, b"k")
+    pool.publish([published], [b"k"])
     pool.check_writable([private])
     for block in (shared, published, 3):
         with pytest.raises(RuntimeError, match=f"block {block} has"):
@@ -262,15 +260,15 @@ def test_only_a_private_block_may_be_written() -> None:
 
 def test_only_a_block_in_use_can_be_published() -> None:
     with pytest.raises(AssertionError, match="in use"):
-        BlockPool(1).publish(0, b"k")
+        BlockPool(1).publish([0], [b"k"])
 
 
 def test_the_first_block_published_under_a_key_keeps_it() -> None:
     pool = BlockPool(2)
     pool.allocate(2)
-    pool.publish(0, b"k")
-    pool.publish(1, b"k")
-    pool.publish(0, b"other")
+    pool.publish([0], [b"k"])
+    pool.publish([1], [b"k"])
+    pool.publish([0], [b"other"])
     assert pool.lookup(b"k") == 0
     assert pool.lookup(b"other") is None
     pool.free([1])
@@ -294,7 +292,7 @@ def test_the_first_block_published_under_a_key_keeps_it() -> None:
 def test_check_finds_damage(damage, message: str) -> None:  # type: ignore[no-untyped-def]
     pool = BlockPool(4)
     table = pool.allocate(2)
-    pool.publish(1, b"k")
+    pool.publish([1], [b"k"])
     pool.free(table[1:])
     pool.check([[0]])
     damage(pool)
@@ -306,8 +304,7 @@ def test_entries_of_adopted_blocks_do_not_pile_up() -> None:
     """A prefix that is adopted and freed again and again, while nothing is evicted, once left an entry each time."""
     pool = BlockPool(12)
     table = pool.allocate(10)
-    for block in table:
-        pool.publish(block, b"%d" % block)
+    pool.publish(table, [b"%d" % block for block in table])
     pool.free(table)
     for _ in range(1000):
         pool.adopt(table)

@@ -14,6 +14,7 @@ from paged.core.memory import (
     kv_budget_bytes,
     kv_token_bytes,
     logits_bytes,
+    num_blocks_for,
     num_blocks_in,
     padded_attention_bytes,
 )
@@ -25,6 +26,11 @@ def deployment(*overrides: str) -> Deployment:
 
 
 GOEDEL = deployment()
+
+
+@pytest.mark.parametrize(("tokens", "size", "blocks"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (7, 1, 7)])
+def test_blocks_for_tokens_round_up(tokens: int, size: int, blocks: int) -> None:
+    assert num_blocks_for(tokens, size) == blocks
 
 
 @pytest.mark.parametrize(

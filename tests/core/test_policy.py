@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from mock_device import ask
 from paged.core.blocks import BlockPool
 from paged.core.lengths import LengthHistory
-from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark, num_blocks_for
+from paged.core.memory import num_blocks_for
+from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import OpaquePrompt
 from paged.core.request import Request, SamplingParams
 from paged.core.sequence import Sequence
@@ -48,11 +49,6 @@ def history(*lengths: int, stopped: bool = True) -> LengthHistory:
     for length in lengths:
         made.add(length, stopped)
     return made
-
-
-@pytest.mark.parametrize(("tokens", "size", "blocks"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (7, 1, 7)])
-def test_blocks_for_tokens_round_up(tokens: int, size: int, blocks: int) -> None:
-    assert num_blocks_for(tokens, size) == blocks
 
 
 @pytest.mark.parametrize("policy", [Fifo(), Watermark(0.5), Forecast(), Policy()])

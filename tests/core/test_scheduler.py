@@ -12,8 +12,9 @@ import pytest
 
 from mock_device import MockDevice, Outcome, Run, ask, assert_idle, drive, setup, snapshot, state_of, take_in, verify
 from paged.core.limits import SchedulerConfig
+from paged.core.memory import num_blocks_for
 from paged.core.plan import NO_LOGITS, SAMPLE, SCORE, StepPlan, StepResult
-from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark, num_blocks_for
+from paged.core.policy import Fifo, Forecast, Load, Policy, Reserve, Watermark
 from paged.core.prompt import Prompt
 from paged.core.request import Request
 from paged.core.scheduler import NonFiniteLogitsError, Scheduler
@@ -237,6 +238,19 @@ def test_an_id_may_come_again_after_its_end() -> None:
 def test_limits_are_checked_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field} must be a whole number, at least 1, not {value!r}"):
         SchedulerConfig(**{"num_blocks": 8, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [("num_blocks", 10**8), ("block_size", 2**31 - 1), ("max_num_seqs", 2**31 - 1), ("max_step_tokens", 2**31 - 1),
+     ("chunk_size", 2**31 - 1), ("max_seq_len", 2**31 - 1), ("depth", 2**31 - 1)],
+)  # fmt: skip
+def test_a_limit_too_large_is_refused_by_name(field: str, most: int) -> None:
+    """`num_blocks=99999999999999999999` ended in a traceback of torch's (in `sim`, all memory went), and for such a
+    `block_size` another key was blamed."""
+    with pytest.raises(ValueError, match=f"{field} must be a whole number, at most {most}, not {most + 1}"):
+        SchedulerConfig(**{"num_blocks": 8, field: most + 1})
+    SchedulerConfig(**{"num_blocks": 8, field: most})
 
 
 def test_exceeding_the_pool_but_not_the_length_limit_is_refused_at_once() -> None:

@@ -825,6 +825,29 @@ def test_a_policy_may_be_given_by_its_name() -> None:
     assert engine.scheduler.policy == Reserve()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        ([], {}),
+        ([10**6], {}),
+        ([1, 2], {"max_tokens": 10**6}),
+        ([1, 2], {"max_tokens": 4, "stop_token_ids": [10**6]}),
+        ([1, 2], {"max_tokens": 4, "logprobs": 1000}),
+    ],
+)
+def test_a_request_is_checked_as_it_would_be_added_and_is_not(prompt: list[int], fields: dict[str, Any]) -> None:
+    engine = Engine.from_pretrained("tiny", num_blocks=8)
+    params = SamplingParams(**fields)
+    with pytest.raises(ValueError) as added:  # noqa: PT011 (compared below)
+        engine.add_request(prompt, params)
+    with pytest.raises(ValueError) as checked:  # noqa: PT011
+        engine.check_request(prompt, params)
+    assert str(checked.value) == str(added.value)
+    engine.check_request([1, 2], SamplingParams(max_tokens=4))
+    assert not engine.has_unfinished
+    assert engine.add_request([1, 2], SamplingParams(max_tokens=4)) == "request-0"
+
+
 def test_the_public_names() -> None:
     import paged
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from paged.core.agreement import Ledger
 from paged.core.plan import StepResult
 from paged.core.prompt import Prompt
 from paged.core.request import Request, SamplingParams
+from paged.kernels.collectives import SINGLE
+from paged.other_ranks import RanksOfFollower, RanksOfLeader
 from paged.runner.links import Link
 from paged.runner.payload import PromptScore, StepPayload, Stop
 from paged.runner.ranks import Ranks, _Peer
@@ -63,6 +66,28 @@ def lead_one(card: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Leader, Link]:
     ours, theirs = (Link(each) for each in socket.socketpair())
     ranks, device = Ranks([_Peer(ours)]), torch.device("cuda")
     return Leader(ranks, card, device, is_verifying=True, limit_s=5, num_threads=torch.get_num_threads()), theirs
+
+
+def test_ranks_agree_and_meet_while_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, link = lead_one(Card(), monkeypatch)
+    first, second = RanksOfLeader(leader, SINGLE, 1), RanksOfFollower(link, SINGLE, 1)
+    with ThreadPoolExecutor(1) as pool:
+        for ours, theirs in ((7, 5), (3, 5)):
+            agreed = pool.submit(second.least, theirs)
+            assert first.least(ours) == min(ours, theirs) == agreed.result(5)
+        met = pool.submit(second.meet)
+        time.sleep(0.2)
+        assert not met.done(), "nobody goes on alone"
+        first.meet()
+        met.result(5)
+    for is_limited in (False, True):
+        with first.computing(is_limited=is_limited):
+            assert leader._watch._is_entered
+            assert leader._watch._is_limited == is_limited
+        with second.computing(is_limited=is_limited):
+            assert not leader._watch._is_entered
+    link.close()
+    leader.close()
 
 
 def test_ranks_that_leave_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,10 @@ import torch
 
 from card_tools import needs_card
 from engine_tools import Arrival, Drive, drive, essences, random_prompt, runner_of
-from paged import CompletionOutput, Engine, SamplingParams
+from paged import CompletionOutput, Engine, SamplingParams, engine_parts
 from paged.core.model_spec import ModelSpec
 from paged.kernels.numerics import Numerics
 from paged.model.decoder import Decoder
-from paged.runner import memory_profile
 from paged.runner.kernel_builds import build_kernels
 from paged.runner.memory_profile import CardMemory
 from paged.runner.slots import LIMITS
@@ -297,7 +296,7 @@ def test_after_kernels_were_built_a_start_builds_no_more(monkeypatch: pytest.Mon
         num_first.append(len(asked))
         asked.clear()
 
-    monkeypatch.setattr(memory_profile, "build_kernels", build_first)
+    monkeypatch.setattr(engine_parts, "build_kernels", build_first)
     # Of sizes that no other test has, as a process builds a kernel once.
     spec = replace(
         SPEC, hidden_size=384, intermediate_size=640, vocab_size=777, num_heads=6, num_kv_heads=2, head_dim=64

@@ -436,7 +436,7 @@ def test_ranks_share_a_card_only_if_it_is_the_same_one(
 
 def test_ranks_share_the_cores_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(engine_ranks.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(engine_ranks, "num_processors", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [engine_ranks._num_threads(ranks) for ranks in (2, 3, 16)] == [4, 2, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "8")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +64,25 @@ def test_a_launch_has_the_options_of_all() -> None:
     launch(kernel, (3, 2), x, 5, on=x, SIZE=8, num_warps=4)
     assert kernel.launched == [((3, 2), (x, 5), {"SIZE": 8, "num_warps": 4, "enable_fp_fusion": False})]
     assert kernel.asked == []
+
+
+def unread_parameters(source: str) -> Iterator[str]:
+    """Functions of Triton's or Gluon's ``jit`` in a source, each with a parameter that its body does not read."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            names = [node for line in function.body for node in ast.walk(line) if isinstance(node, ast.Name)]
+            read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+            parameters = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+            yield from (f"{function.name}: {each.arg}" for each in parameters if each.arg not in read)
+
+
+def test_kernels_read_all_their_parameters() -> None:
+    """Three were handed through and read by nobody."""
+    written = "@gluon.jit\ndef _sum(x, y, SIZE: gl.constexpr):\n    return x + SIZE\ndef _other(x):\n    pass"
+    assert list(unread_parameters(written)) == ["_sum: y"], "the control"
+    folder = Path(launching.__file__).parent
+    assert [each for path in sorted(folder.glob("*.py")) for each in unread_parameters(path.read_text("utf-8"))] == []
 
 
 def test_builds_are_asked_for_once_and_loaded_and_nothing_is_launched() -> None:

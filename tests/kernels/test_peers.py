@@ -67,11 +67,13 @@ class Stage:
             rank: int,
             num_words: int,
             part_words: int,
-            begin: int = 0,
-            *_: int,
+            *others: int,
             **constants: Any,
         ) -> None:
             self._check(name, num_words, part_words, constants)
+            *first, bulk_offset, flag_offset = others or (peers_triton.BULK_OFFSET, peers_triton.FLAG_OFFSET)
+            assert (bulk_offset, flag_offset) == (peers_triton.BULK_OFFSET, peers_triton.FLAG_OFFSET)
+            (begin,) = first if name == "whole" else (*first, 0)
             assert x_words.shape == (num_words,)
             assert x_words.dtype == out_words.dtype == torch.int64
             assert own == int(peers[rank])

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from card_tools import DEVICE, needs_card
 from paged.kernels.step_rows import keep_draws, keep_last_rows, step_inputs
 from paged.kernels.step_rows_triton import keep_draws_triton, keep_last_rows_triton, step_inputs_triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PADDING = 5
+PADDING = 8
+
+
+def on_card(*values: int) -> Any:
+    """Parameters for a card alone: sizes as they are there."""
+    return pytest.param(*values, marks=[pytest.mark.gpu, needs_card])
 
 
 def drawn_int(high: int, *shape: int) -> torch.Tensor:
@@ -32,7 +38,7 @@ def by_kernel(
 
 
 @pytest.mark.parametrize("function", [step_inputs, by_kernel])
-@pytest.mark.parametrize(("num_rows", "block_size"), [(1, 16), (130, 7), (300, 32)])
+@pytest.mark.parametrize(("num_rows", "block_size"), [(1, 16), (130, 7), (300, 32), on_card(8192, 16)])
 def test_step_inputs(function: Callable[..., tuple[torch.Tensor, ...]], num_rows: int, block_size: int) -> None:
     torch.manual_seed(num_rows)
     tokens_SP, blocks_SN = drawn_int(1000, PADDING + 1, 65), drawn_int(500, PADDING + 1, -(-65 // block_size))
@@ -50,7 +56,7 @@ def test_step_inputs(function: Callable[..., tuple[torch.Tensor, ...]], num_rows
 
 
 @pytest.mark.parametrize("function", [keep_last_rows, keep_last_rows_triton])
-@pytest.mark.parametrize("width", [32, 130])
+@pytest.mark.parametrize("width", [32, 130, on_card(4096)])
 def test_keep_last_rows(function: Callable[..., None], width: int) -> None:
     hidden_TN = torch.randn(9, width, device=DEVICE).to(torch.float16)
     hidden_TN[2, width - 1], hidden_TN[4, 0], hidden_TN[6, 3] = torch.nan, torch.inf, -torch.inf
@@ -63,7 +69,7 @@ def test_keep_last_rows(function: Callable[..., None], width: int) -> None:
 
 
 @pytest.mark.parametrize("function", [keep_draws, keep_draws_triton])
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 5, on_card(8)])
 def test_keep_draws(function: Callable[..., None], num_rows: int) -> None:
     tokens_SP, results_4S = drawn_int(10, PADDING + 1, 40), torch.full((4, 8), -7, dtype=torch.int32, device=DEVICE)
     expected_SP = tokens_SP.clone()

@@ -47,7 +47,7 @@ def test_ranks_of_a_machine_divide_its_processors(
     num_ranks: int, num_sharing: int, num_cards: int, num_cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_cards)
-    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
+    monkeypatch.setattr(kernel_builds, "num_processors", lambda: num_cores)
     assert kernel_builds._num_threads(num_ranks, num_sharing) == expected
 
 

@@ -1,8 +1,9 @@
 """Checks what a card's memory is said to be used for: the arithmetic anywhere, the measuring itself on a card."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from card_tools import needs_card
 from paged.core.memory import GIB
 from paged.engine_config import EngineConfig
 from paged.kernels.numerics import Numerics
+from paged.other_ranks import Alone
 from paged.runner import memory_profile
 from paged.runner.kv_cache import KVCache
 from paged.runner.memory_profile import (
@@ -21,8 +23,8 @@ from paged.runner.memory_profile import (
     check_share,
     measure_profile,
     run_step,
-    unwatched,
 )
+from paged.runner.runner import TorchRunner
 from tests.engine_tools import SPEC, VOCAB, random_decoder
 
 CPU = torch.device("cpu")
@@ -132,19 +134,8 @@ def test_a_profile_is_made_of_what_the_card_says(
 ) -> None:
     FakeCard(monkeypatch)
     monkeypatch.setattr(memory_profile, "can_graph", lambda *args: makes_graphs)
-    before = card(free=23 * GIB)
-    happened: list[object] = []
-
-    @contextmanager
-    def computing(*, is_limited: bool = True) -> Iterator[None]:
-        happened.append(is_limited)
-        yield
-
-    profile = measure_profile(
-        random_decoder(), torch.float32, LIMITS, before, CPU, computing, lambda: happened.append("meet")
-    )
-    # Kernels may take longer to build than a rank may be silent, and one rank's longer than another's.
-    assert happened == [False, "meet", True]
+    before, loaded = card(free=23 * GIB), CardMemory.read(CPU)
+    profile = measure_profile(random_decoder(), torch.float32, LIMITS, before, loaded)
     assert profile == MemoryProfile(
         device_bytes=24 * GIB,
         weights_bytes=2 * GIB,
@@ -156,65 +147,138 @@ def test_a_profile_is_made_of_what_the_card_says(
     )
 
 
-def test_an_engine_s_steps_are_measured_at_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Start:
+    """What became of a rank's start on a card that is played.
+
+    Attributes:
+        happened: what it did, in order; of what is entered also the end.
+        limits: of the steps that were measured.
+        parts: what was built.
+    """
+
+    happened: list[object] = field(default_factory=list)
+    limits: StepLimits | None = None
+    parts: Any = None
+
+
+class NotedRanks(Alone):
+    """Notes what is asked of the other ranks of a start."""
+
+    def __init__(self, happened: list[object], num_sharing: int) -> None:
+        super().__init__()
+        self.num_sharing = num_sharing
+        self._happened = happened
+
+    def least(self, number: int) -> int:
+        self._happened.append(("least", number))
+        return number
+
+    def meet(self) -> None:
+        self._happened.append("meet")
+
+    @contextmanager
+    def computing(self, *, is_limited: bool = True) -> Iterator[None]:
+        self._happened.append("limited" if is_limited else "unlimited")
+        yield
+        self._happened.append("computed")
+
+
+def start_on_card(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, num_sharing: int = 1) -> Start:
+    """Start one of ``num_sharing`` ranks on a card of 24 GiB; weights take 2 GiB, and all else ``PROFILE`` of a MiB."""
     from paged import engine_parts
 
-    FakeCard(monkeypatch)
-    config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, tp=1).resolved(CPU)
-    asked: list[StepLimits] = []
+    start = Start()
+    allocated = [0]
 
-    def measure(decoder: object, kv_dtype: object, limits: StepLimits, *args: object) -> MemoryProfile:
-        asked.append(limits)
-        return PROFILE
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **fields: Any) -> Any:
+            start.happened.append(name)
+            return work(*args, **fields)
 
-    monkeypatch.setattr(engine_parts, "measure_profile", measure)
-    for num_blocks in (250, None):
-        engine_parts._measured(
-            random_decoder(),
-            torch.float32,
-            card(free=0),
-            config.replaced(num_blocks=num_blocks),
-            100,
-            unwatched,
-            lambda: None,
+        return noting
+
+    def load(*args: Any, **fields: Any) -> Any:
+        allocated[0] = 2 * GIB
+        return random_decoder()
+
+    def build(decoder: Any, cache: KVCache, max_step_tokens: int, num_logits: int, sharing: int) -> None:
+        assert (max_step_tokens, num_logits) == (config.max_step_tokens, max(64, config.max_num_seqs))
+        assert sharing == num_sharing
+
+    def measure(decoder: Any, kv_dtype: Any, limits: StepLimits, before: CardMemory, loaded: CardMemory) -> Any:
+        assert (before.allocated, before.num_sharing, loaded.allocated) == (0, num_sharing, 2 * GIB)
+        start.limits = limits
+        return replace(PROFILE, device_bytes=MIB)
+
+    def read(device: torch.device, number: int = 1) -> CardMemory:
+        return replace(card(free=24 * GIB - allocated[0], allocated=allocated[0]), num_sharing=number)
+
+    def on_cpu(*args: Any, dtype: torch.dtype, device: torch.device) -> KVCache:
+        return KVCache(*args, dtype=dtype, device=CPU)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CardMemory, "read", read)
+        patch.setattr(engine_parts, "random_decoder", noted("load", load))
+        patch.setattr(engine_parts, "build_kernels", noted("build", build))
+        patch.setattr(engine_parts, "measure_profile", noted("measure", measure))
+        patch.setattr(engine_parts, "KVCache", on_cpu)
+        patch.setattr(engine_parts, "TorchRunner", noted("allocate", TorchRunner))
+        patch.setattr(Numerics, "numerics_id", lambda self, **what: "")
+        blueprint = engine_parts.Blueprint(
+            spec=SPEC, folder=None, config=config.replaced(dtype="float32").resolved(CPU)
         )
+        ranks = NotedRanks(start.happened, num_sharing)
+        start.parts = engine_parts.build_parts(blueprint, torch.device("cuda"), ranks)
+    return start
+
+
+def test_a_start_goes_from_phase_to_phase_together_with_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading and building may take any time, and one rank longer than another, so that all meet before they compute.
+
+    Kernels may take longer to build than a step may last; that a rank is lost meanwhile is to be noticed all the same.
+    """
+    config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, num_blocks=7)
+    assert start_on_card(config, monkeypatch).happened == [
+        ("least", 24 * GIB),
+        "load",
+        "meet",
+        *("unlimited", "build", "computed"),
+        "meet",
+        *("limited", "measure", "computed"),
+        ("least", 7),
+        "allocate",
+    ]
+
+
+def test_an_engine_s_steps_are_measured_at_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, max_seq_len=100)
+    found = [start_on_card(config.replaced(num_blocks=number), monkeypatch).limits for number in (250, None)]
     # 0.9 of 24 GiB less 2 GiB of weights, in tokens of 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes.
     most = (int(0.9 * 24 * GIB) - 2 * GIB) // 256
-    assert asked == [LIMITS, replace(LIMITS, pool_tokens=most)]
+    assert found == [LIMITS, replace(LIMITS, pool_tokens=most)]
 
 
 @pytest.mark.parametrize("num_sharing", [1, 4])
 def test_ranks_that_share_a_card_get_equal_parts_of_it(num_sharing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged import engine_parts
-
-    shares: list[float] = []
-
-    def measured(
-        decoder: object, kv_dtype: object, before: object, config: EngineConfig, *args: object
-    ) -> MemoryProfile:
-        shares.append(config.gpu_memory_utilization)
-        return replace(PROFILE, device_bytes=MIB)
-
-    monkeypatch.setattr(CardMemory, "read", lambda device, number: replace(card(free=24 * GIB), num_sharing=number))
-    monkeypatch.setattr(engine_parts, "random_decoder", lambda *args, **fields: random_decoder())
-    monkeypatch.setattr(engine_parts, "_measured", measured)
-    monkeypatch.setattr(engine_parts, "KVCache", lambda *args, dtype, device: KVCache(*args, dtype=dtype, device=CPU))
-    monkeypatch.setattr(Numerics, "numerics_id", lambda self, **what: "")
-    config = EngineConfig(weights="dummy", block_size=4, max_num_seqs=100, gpu_memory_utilization=0.8, dtype="float32")
-    blueprint = engine_parts.Blueprint(spec=SPEC, folder=None, config=config.resolved(CPU))
-    parts = engine_parts.build_parts(blueprint, torch.device("cuda"), num_sharing=num_sharing)
-    assert shares == [0.8 / num_sharing]
+    config = EngineConfig(block_size=4, max_num_seqs=100, max_step_tokens=100, gpu_memory_utilization=0.8)
+    start = start_on_card(config, monkeypatch, num_sharing)
+    assert start.limits is not None
+    assert start.limits.pool_tokens == (int(0.8 / num_sharing * 24 * GIB) - 2 * GIB) // 256
     # All but the cache takes 402 bytes; a token 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes.
-    assert parts.runner.cache.num_blocks == (int(0.8 / num_sharing * MIB) - 402) // (4 * 256)
+    assert start.parts.runner.cache.num_blocks == (int(0.8 / num_sharing * MIB) - 402) // (4 * 256)
 
 
 def test_a_summary_has_the_plan_beside_what_was_measured() -> None:
     """Unmeasured, the plan counts the parameters and allows half a GiB each for activations and context."""
-    from paged.engine_parts import _memory_summary
+    from paged.engine_parts import Blueprint, _memory_summary, _Terms
 
     profile = replace(PROFILE, device_bytes=24 * GIB)
-    config = EngineConfig(block_size=4, max_num_seqs=10**6, gpu_memory_utilization=0.5)
-    found = _memory_summary(profile, config, SPEC, torch.float32, torch.bfloat16, 256)
+    config = EngineConfig(
+        block_size=4, max_num_seqs=10**6, gpu_memory_utilization=0.5, dtype="float32", kv_dtype="bfloat16"
+    )
+    terms = _Terms.of(Blueprint(spec=SPEC, folder=None, config=config), CPU, num_sharing=1)
+    found = _memory_summary(terms, profile)
     weights = 4 * SPEC.num_parameters()
     assert found.pop("planned") == {
         "weights_bytes": weights,

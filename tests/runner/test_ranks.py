@@ -88,6 +88,19 @@ def test_a_rank_that_does_not_join_is_named() -> None:
         Ranks.await_launched(2, dist.HashStore(), "key", "127.0.0.1", 0.1)
 
 
+@pytest.mark.parametrize(
+    ("limit_s", "said"), [(0.1, r"0.3 s \(the time for a start\)"), (0.4, r"0.4 s \(tp_timeout_s\)")]
+)
+def test_a_rank_that_is_silent_while_it_starts_is_told_with_the_limit_that_held(
+    pair: tuple[Ranks, Link], limit_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start may take longer than `tp_timeout_s`, and the sentence once gave the longer time that name."""
+    ranks, _ = pair
+    monkeypatch.setattr("paged.runner.ranks.START_S", 0.3)
+    with pytest.raises(TPError, match=rf"^rank 1 has not answered within {said}$"):
+        ranks.hear_start(limit_s)
+
+
 class Card:
     """Stands for a group of ranks on cards."""
 

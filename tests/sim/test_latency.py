@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 
 from paged.config.convert import conf_folder
 from paged.config.plan import plan_config
-from paged.core.hardware import AllReduceTable, Figure
+from paged.core.hardware import CollectiveTable, Figure
 from paged.core.memory import Deployment
 from paged.sim.latency import Roofline
 from paged.sim.shape import StepShape
@@ -118,10 +118,20 @@ def test_measured_all_reduces_are_met_and_joined_by_lines(rows: int, us: float) 
 
 
 def test_below_the_smallest_measured_all_reduce_its_time_stands() -> None:
-    table = AllReduceTable({4: ((81_920.0, 10.0), (163_840.0, 11.0))}, "", False)
+    table = CollectiveTable({4: ((81_920.0, 10.0), (163_840.0, 11.0))}, "", False)
     model = roofline(replace(A10G, hardware=replace(A10G.hardware, all_reduce_us=table)))
     assert model.parts(StepShape.decode(1, 16)).all_reduce_s == pytest.approx(730e-6)
     assert model.parts(StepShape.decode(15, 16)).all_reduce_s == pytest.approx(766.5e-6)
+
+
+def test_a_measured_gather_stands_for_latency_and_bandwidth() -> None:
+    """The bytes are those of the gathered rows, Qwen3's 151,936 logits of two bytes each."""
+    table = CollectiveTable({4: ((303_872.0, 10.0), (3_038_720.0, 28.0))}, "", False)
+    model = roofline(replace(A10G, hardware=replace(A10G.hardware, gather_us=table)))
+    assert model.parts(StepShape.decode(1, 16)).gather_s == pytest.approx(10e-6)
+    assert model.parts(StepShape.decode(6, 16)).gather_s == pytest.approx(20e-6)
+    with_gather, without = (model.step_s(StepShape(6, 1, samples, 96, 96, 96, 1, 0, 1)) for samples in (6, 0))
+    assert with_gather - without == pytest.approx(20e-6)
 
 
 def test_other_numbers_of_ranks_go_by_latency_and_bandwidth() -> None:
