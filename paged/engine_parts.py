@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -117,6 +118,9 @@ def build_parts(blueprint: Blueprint, device: torch.device, ranks: OtherRanks) -
     tokenizer = Tokenizer(folder) if folder is not None and (folder / "tokenizer.json").is_file() else None
     before = profile = None
     if device.type == "cuda":
+        # What earlier engines left would else be freed while this one measures, and count as room that it has made.
+        gc.collect()
+        torch.cuda.empty_cache()
         before = CardMemory.read(device, ranks.num_sharing)
         # Ranks that share a card all look at it before any of them fills it.
         available_bytes = ranks.least(before.total - before.others)

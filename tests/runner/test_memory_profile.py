@@ -1,5 +1,6 @@
 """Checks what a card's memory is said to be used for: the arithmetic anywhere, the measuring itself on a card."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -251,6 +252,22 @@ def test_a_start_goes_from_phase_to_phase_together_with_the_other_ranks(monkeypa
     ]
 
 
+def test_what_earlier_engines_left_is_collected_before_the_card_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was freed in the middle of a start, whose weights then seemed to take less than nothing."""
+
+    class Left:
+        def __init__(self) -> None:
+            self.itself = self
+
+    left = weakref.ref(Left())
+    assert left() is not None, "the control: only the collector finds it"
+    seen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(left()))
+    config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, num_blocks=7)
+    start_on_card(config, monkeypatch)
+    assert seen == [None]
+
+
 def test_an_engine_s_steps_are_measured_at_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, max_seq_len=100)
     found = [start_on_card(config.replaced(num_blocks=number), monkeypatch).limits for number in (250, None)]
@@ -329,7 +346,8 @@ def test_an_engine_stays_within_what_was_measured(fields: dict[str, object]) -> 
     assert memory is not None
     weights = engine.executor.decoder.tensors().values()  # type: ignore[attr-defined]
     assert memory["weights_bytes"] >= sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    assert 0 < memory["graph_bytes"] <= memory["activation_bytes"] < 4 * GIB
+    assert (memory["graph_bytes"] > 0) == ("kv_dtype" not in fields), "attention over fp8 is torch's, without graphs"
+    assert memory["graph_bytes"] <= memory["activation_bytes"] < 4 * GIB
     assert 0 < memory["context_bytes"] < 2 * GIB
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
