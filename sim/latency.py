@@ -107,7 +107,8 @@ class Roofline:
     Weights are read once a step, or multiplied at peak if that takes longer; keys and values are read once; a model
     with experts reads those that the tokens are expected to choose if they choose evenly. Collectives are those of
     Megatron's layout, one after the other: two all-reduces a layer and one of the embedding, in the weights' dtype,
-    and an all-gather of the sampled rows' logits, in the same dtype.
+    and an all-gather of the sampled rows' logits, in the same dtype. Measured times of gathers are of fp32 logits,
+    which are what the engine has.
     """
 
     def __init__(
@@ -149,11 +150,12 @@ class Roofline:
         self._num_layers = spec.num_layers
         self._row_bytes = spec.hidden_size * element
         self._logits_row_bytes = padded_vocab_size(spec, tp) * element
+        self._gathered_row_bytes = padded_vocab_size(spec, tp) * DTYPE_BYTES["float32"]
         self._all_reduces = self._collective(
             hardware, hardware.all_reduce_us, self._row_bytes, self.embedding_link_bytes_per_token
         ).times(2 * spec.num_layers + 1)
         self._gather = self._collective(
-            hardware, hardware.gather_us, self._logits_row_bytes, self.gather_link_bytes_per_row
+            hardware, hardware.gather_us, self._gathered_row_bytes, self.gather_link_bytes_per_row
         )
 
     @property

@@ -36,7 +36,7 @@ from paged.kernels.sampling import sample
 from paged.kernels.vocab_parallel import sample_greedy
 from paged.model.decoder import Decoder
 from paged.model.parallel import build_decoder
-from paged.other_ranks import Alone
+from paged.other_ranks import OtherRanks
 from paged.runner import kernel_builds, memory_profile, step_graphs
 
 DEVICE = torch.device("cuda", 0)
@@ -111,6 +111,16 @@ def group_of(num_ranks: int) -> RankGroup:
     return RankGroup(0, num_ranks, memory=memory)
 
 
+class Others(OtherRanks):
+    """Ranks that agree with this one."""
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(group, num_sharing=1)
+
+    def least(self, number: int) -> int:
+        return number
+
+
 def patched(stack: ExitStack) -> None:
     """Replace what there is of a card, and what looks at numbers."""
     triton.runtime.driver.set_active(FakeDriver())
@@ -169,8 +179,7 @@ def main(num_ranks: int) -> None:
         patched(stack)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.inference_mode())
-        ranks = Alone()
-        ranks.group = group = group_of(num_ranks)
+        ranks = Others(group_of(num_ranks))
         # The width of tables is another than in the largest steps, and no multiple of 16.
         config = EngineConfig(
             tp=num_ranks,
@@ -206,7 +215,7 @@ def main(num_ranks: int) -> None:
             if num_ranks > 1:
                 logits_RL = decoder.local_logits(torch.empty((num_rows, 256), dtype=dtype, device=DEVICE))
                 temperature_R = torch.zeros(num_rows, dtype=torch.float64, device=DEVICE)
-                sample_greedy(logits_RL, temperature_R, vocab_size=SPEC.vocab_size, group=group)
+                sample_greedy(logits_RL, temperature_R, vocab_size=SPEC.vocab_size, group=ranks.group)
             memory_profile.run_step(decoder, cache, starts, [1] * num_rows, num_rows, has_penalties=True)
     built = [kernel for (kernel, _), when in asked.items() if when == "build"]
     late = [f"{kernel}, {when}" for (kernel, _), when in asked.items() if when != "build"]

@@ -55,7 +55,7 @@ class Hardware:
         link_latency_us: time of a collective beside its bytes, microseconds.
         other_link_latencies_us: further values that the latency, if it is assumed, may have.
         all_reduce_us: measured times of all-reduces instead of latency and bandwidth.
-        gather_us: the same of the gather of logits.
+        gather_us: the same of the gather of fp32 logits.
         host_step_us, host_seq_us: what a step takes beside the device's bound, and for each sequence in it.
         pool_gib: a fixed size of the pool, where the engine does not size it by the memory.
     """

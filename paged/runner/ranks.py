@@ -34,6 +34,8 @@ LOOPBACK: Final = "127.0.0.1"
 
 # A process may take so long to start, to import what it needs and to meet the others, whatever the limit afterwards.
 START_S: Final = 60.0
+# The name of the limit afterwards.
+LIMIT: Final = "tp_timeout_s"
 
 # For exchanges that others watch over.
 _FOREVER: Final = timedelta(days=1000)
@@ -171,16 +173,11 @@ class Ranks:
     def hear_start(self, limit_s: float) -> list[Any]:
         """As ``hear``, while ranks start and import what they need, which may leave no time for signs of life.
 
-        So they may be silent for ``START_S`` at least; the error says which of the two limits it was.
+        They may be silent for ``limit_s`` or for ``START_S``, whichever is longer; the error names the one that held.
         """
-        found = []
-        for rank in range(1, self.size):
-            try:
-                found.append(_unless_failed(rank, self._receive(rank, max(limit_s, START_S))))
-            except TimeoutError as error:
-                limit = "tp_timeout_s" if limit_s >= START_S else "the time for a start"
-                raise _silence([rank], max(limit_s, START_S), limit) from error
-        return found
+        if limit_s >= START_S:
+            return self.hear(limit_s)
+        return [self._hear(rank, START_S, "the time for a start") for rank in range(1, self.size)]
 
     def hear(self, limit_s: float) -> list[Any]:
         """The next message of every other rank, in order.
@@ -195,14 +192,14 @@ class Ranks:
         """As ``hear``, but a ``Failure`` stands for itself."""
         return [self._listen(rank, limit_s) for rank in range(1, self.size)]
 
-    def _hear(self, rank: int, limit_s: float) -> Any:
-        return _unless_failed(rank, self._listen(rank, limit_s))
+    def _hear(self, rank: int, limit_s: float, limit: str = LIMIT) -> Any:
+        return _unless_failed(rank, self._listen(rank, limit_s, limit))
 
-    def _listen(self, rank: int, limit_s: float) -> Any:
+    def _listen(self, rank: int, limit_s: float, limit: str = LIMIT) -> Any:
         try:
             return self._receive(rank, limit_s)
         except TimeoutError as error:
-            raise _silence([rank], limit_s) from error
+            raise _silence([rank], limit_s, limit) from error
 
     def _receive(self, rank: int, limit_s: float) -> Any:
         """The next message of a rank; raises ``TPError`` if it is gone, and ``TimeoutError``."""
@@ -422,7 +419,7 @@ def _unless_failed(rank: int, message: Any) -> Any:
     return message
 
 
-def _silence(ranks: Sequence[int], limit_s: float, limit: str = "tp_timeout_s") -> TPError:
+def _silence(ranks: Sequence[int], limit_s: float, limit: str = LIMIT) -> TPError:
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
     return TPError(f"{who} not answered within {limit_s:g} s ({limit})")
 

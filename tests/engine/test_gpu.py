@@ -307,11 +307,11 @@ def test_after_kernels_were_built_a_start_builds_no_more(monkeypatch: pytest.Mon
     assert not asked
 
 
-def test_all_graphs_fit_into_the_engine_s_share_of_the_card() -> None:
+def test_all_graphs_take_hardly_more_than_the_engine_s_share_of_the_card() -> None:
     """A pool as large as the share allows, then every graph that there can be: hardly more is taken than was allowed.
 
-    What the driver itself keeps for graphs, and what torch's allocator can't hand out again, is not measured ahead: all
-    of these graphs were once seen to come to 0.5% of the share.
+    What the driver itself keeps for graphs, and what torch's allocator can't hand out again, is not measured ahead: for
+    all of these graphs it was once seen to be 210 MB.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -353,5 +353,5 @@ def test_all_graphs_fit_into_the_engine_s_share_of_the_card() -> None:
     assert {key[:3] for key in graphs._graphs} >= expected
     after = CardMemory.read(device)
     used = after.total - after.free - before.others
-    assert used <= 1.01 * share * after.total
+    assert used <= share * after.total + 2**28
     assert used > 0.9 * share * after.total, "the control: the share is made use of"

@@ -1,5 +1,6 @@
 """Checks what a card's memory is said to be used for: the arithmetic anywhere, the measuring itself on a card."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -259,12 +260,16 @@ def test_what_earlier_engines_left_is_collected_before_the_card_is_looked_at(mon
         def __init__(self) -> None:
             self.itself = self
 
+    gc.disable()  # It would collect by itself now and then.
     left = weakref.ref(Left())
     assert left() is not None, "the control: only the collector finds it"
     seen: list[object] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(left()))
     config = EngineConfig(max_num_seqs=4, max_step_tokens=20, chunk_size=8, block_size=4, num_blocks=7)
-    start_on_card(config, monkeypatch)
+    try:
+        start_on_card(config, monkeypatch)
+    finally:
+        gc.enable()
     assert seen == [None]
 
 

@@ -125,8 +125,11 @@ def test_below_the_smallest_measured_all_reduce_its_time_stands() -> None:
 
 
 def test_a_measured_gather_stands_for_latency_and_bandwidth() -> None:
-    """The bytes are those of the gathered rows, Qwen3's 151,936 logits of two bytes each."""
-    table = CollectiveTable({4: ((303_872.0, 10.0), (3_038_720.0, 28.0))}, "", False)
+    """By the bytes that `benchmarks/cards.py` writes: rows of 151,936 logits, which the engine gathers in fp32.
+
+    They were once taken for logits of two bytes, so that 512 rows took what 256 had been measured to take.
+    """
+    table = CollectiveTable({4: ((151_936.0 * 4, 10.0), (151_936.0 * 40, 28.0))}, "", False)
     model = roofline(replace(A10G, hardware=replace(A10G.hardware, gather_us=table)))
     assert model.parts(StepShape.decode(1, 16)).gather_s == pytest.approx(10e-6)
     assert model.parts(StepShape.decode(6, 16)).gather_s == pytest.approx(20e-6)
