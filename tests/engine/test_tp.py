@@ -409,7 +409,7 @@ def test_ranks_share_a_card_only_if_it_is_the_same_one(
         host = "127.0.0.1"
         answers: ClassVar = [["there"] * (size - 1), list(cards[1:])]
 
-        def hear(self, limit_s: float) -> list[Any]:
+        def hear_start(self, limit_s: float) -> list[Any]:
             return self.answers.pop(0)
 
         def tell_each(self, assignments: Sequence[Assignment], limit_s: float) -> None:
