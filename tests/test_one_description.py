@@ -75,6 +75,19 @@ def test_an_experiment_of_a_card_is_simulated_with_the_limits_of_a_card() -> Non
     assert (cpu_limits.depth, cpu_limits.max_step_tokens, cpu_limits.chunk_size) == (1, 2048, 512)
 
 
+def test_a_card_with_a_fixed_pool_is_a_card() -> None:
+    """Whatever had `pool_gib` counted as a CPU: `device=cuda` was refused, and null limits were those of a CPU."""
+    limits = ["depth=null", "max_step_tokens=null", "chunk_size=null"]
+    pool = "+hardware.pool_gib={value: 40, source: a test, assumed: true}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = sim_config(compose("sim", ["hardware=h200", "tp=1", "device=cuda", *limits, pool]))
+        made = config.setting().limits
+        with pytest.raises(UserError, match="device must be auto or cuda beside hardware h200, not cpu"):
+            sim_config(compose("sim", ["hardware=h200", "tp=1", "device=cpu", pool]))
+    assert (made.depth, made.max_step_tokens, made.chunk_size) == (2, 8192, 8192)
+    assert made.kv_tokens * config.deployment.pool().kv_bytes_per_token <= 40 * 2**30
+
+
 def test_one_experiment_is_run_and_simulated(cli: Cli) -> None:
     """An experiment that asks for a latency, and for how `sim` tells what it found."""
     given = ("experiment=preemption_bill", "num_blocks=26", "workload.interval_s=0")
