@@ -242,6 +242,26 @@ def test_a_mistake_gets_the_same_sentence_from_both(cli: Cli, overrides: tuple[s
     assert told[0].count("\n") == 1
 
 
+def test_what_is_given_of_a_group_that_may_be_absent_is_checked(cli: Cli) -> None:
+    """`run memory=null` was accepted, which `sim` refused."""
+    for command in ("run", "sim"):
+        code, out, err = cli(command, *HERE, "workload=random", "memory=null")
+        assert (code, out, err) == (2, "", "paged: memory must hold keys and values, not null\n")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("run")
+    assert not {"hardware", "latency"} & {str(key) for key in cfg}
+    assert run_config(cfg) is not None
+
+
+@pytest.mark.parametrize("override", ["hardware.memory_gib.value=40", "latency.seconds=3", "latency.second=3"])
+def test_a_key_of_a_group_of_which_nothing_is_chosen_asks_for_a_choice(cli: Cli, override: str) -> None:
+    """`run` called such a key none "of the hardware that is chosen", where none was."""
+    code, out, err = cli("run", override)
+    key, group = override.partition("=")[0], override.partition(".")[0]
+    assert (code, out) == (2, "")
+    assert err == f"paged: {key} can only be set beside {group}=NAME, because no {group} is chosen\n"
+
+
 @pytest.mark.parametrize("override", ["seeds=3", "optimize=makespan_s", "plots=false", "trace_file=false", "replay=x"])
 def test_run_refuses_keys_of_sims_report_on_the_command_line(cli: Cli, override: str) -> None:
     code, out, err = cli("run", override)
