@@ -262,11 +262,18 @@ def test_a_key_of_a_group_of_which_nothing_is_chosen_asks_for_a_choice(cli: Cli,
     assert err == f"paged: {key} can only be set beside {group}=NAME, because no {group} is chosen\n"
 
 
-@pytest.mark.parametrize("override", ["seeds=3", "optimize=makespan_s", "plots=false", "trace_file=false", "replay=x"])
-def test_run_refuses_keys_of_sims_report_on_the_command_line(cli: Cli, override: str) -> None:
-    code, out, err = cli("run", override)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(("seeds=3",), ("optimize=makespan_s",), ("plots=false",), ("trace_file=false",), ("replay=x",)),
+        *(("+seeds=3",), ("++plots=false",), ("trace_file=true", "experiment=preemption_bill")),
+    ],
+)
+def test_run_refuses_keys_of_sims_report_on_the_command_line(cli: Cli, overrides: tuple[str, ...]) -> None:
+    """`+seeds=3` was taken, and an experiment that was none was said to have it."""
+    code, out, err = cli("run", *overrides)
     assert (code, out) == (2, "")
-    assert err == f"paged: run takes no {override.partition('=')[0]}, which only sim reads\n"
+    assert err == f"paged: run takes no {overrides[0].lstrip('+').partition('=')[0]}, which only sim reads\n"
 
 
 def test_keys_of_sims_report_in_an_experiment_are_checked(cli: Cli, tmp_path: Path) -> None:
