@@ -20,7 +20,15 @@ from tqdm import tqdm
 
 from paged.config.calibrate import CalibratedSchema
 from paged.config.groups import RooflineSchema
-from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, provenance_facts, sim_config
+from paged.config.sim import (
+    MEASURED_KEYS,
+    PREDICTED_KEYS,
+    REPLAY_KEYS,
+    Setting,
+    SimConfig,
+    provenance_facts,
+    sim_config,
+)
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
@@ -37,6 +45,8 @@ from paged.sim.replay import replay
 from paged.sim.report import SCALARS, Summary, combine, refusals, seed_rows, summarize, summary_table
 from paged.sim.sweep import Comparison, Goal
 from paged.workload.job import Job, reseeded
+from paged.workload.prompts import PromptsWorkload
+from paged.workload.trace import TraceWorkload
 from paged.writing import writing
 
 logger = logging.getLogger(__name__)
@@ -218,7 +228,9 @@ def _run(config: SimConfig, setting: Setting, folder: Path) -> _Outcome:
 
         for index in range(num_seeds):
             if index:
-                jobs = _jobs(config, index)
+                # What a file holds is no other for another seed, and is not read and warned of again.
+                is_told = isinstance(config.workload, PromptsWorkload | TraceWorkload)
+                jobs = first_jobs if is_told else _jobs(config, index)
                 if index == 1 and list(map(_shape, jobs)) == list(map(_shape, first_jobs)):
                     logger.warning("the workload does not depend on the seed: it is simulated once, not seeds times")
                     break
@@ -253,7 +265,10 @@ def _jobs(config: SimConfig, index: int) -> list[Job]:
 
 
 def _shape(job: Job) -> tuple[float, int, int, int | None]:
-    """What of a job the simulation depends on, but for which prompts are shared."""
+    """What of a job a simulation depends on, but for which prompts are shared.
+
+    Parameters of its own, such as `prompt_logprobs`, only a job has that a file tells, and no seed changes those.
+    """
     return job.arrival_s, len(job.prompt), job.output_len, job.max_tokens
 
 
@@ -391,9 +406,9 @@ def _replay_latency(config: SimConfig, source: Path, asked: Collection[str]) -> 
             facts = provenance_facts(calibration.provenance)
     except ValueError as error:
         raise UserError(error) from error
-    keys = (*PREDICTED_KEYS, "numerics")
-    found = differences(run, {key: facts[key] for key in keys if key in facts})
+    found = differences(run, {key: facts[key] for key in MEASURED_KEYS if key in facts})
     if found:
-        words = ", ".join(f"{key} {found[key][1]} (the run's is {found[key][0]})" for key in keys if key in found)
+        told = [key for key in MEASURED_KEYS if key in found]
+        words = ", ".join(f"{key} {found[key][1]} (the run's is {found[key][0]})" for key in told)
         notes.append(f"the times predicted are not of this run, but of {words}")
     return latency, notes
