@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from paged.config.calibrate import CalibratedSchema
-from paged.config.groups import RooflineSchema
+from paged.config.groups import RooflineSchema, with_given_sources
 from paged.config.sim import (
     MEASURED_KEYS,
     PREDICTED_KEYS,
@@ -33,7 +33,7 @@ from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, in_sweep, of_job, used_folder
-from paged.results import versions, write_summary
+from paged.results import replacing, versions, write_summary
 from paged.run_facts import RunFacts, differences
 from paged.sim.calibration import Calibrated
 from paged.sim.chrome_trace import write_trace
@@ -100,6 +100,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         raise used_folder(folder_key(), made)
     try:
         config = sim_config(cfg, overrides)
+        _save_sources(cfg, folder, overrides)
         if config.replay is not None:
             if in_sweep():
                 raise UserError(_NO_REPLAY_IN_SWEEP)
@@ -110,6 +111,16 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
         print(f"paged: {of_job()}{error}", file=sys.stderr)
         return INTERNAL
+
+
+def _save_sources(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> None:
+    """Let the folder's config say of figures that `overrides` replace who gave them, for when it is repeated."""
+    path = folder / ".hydra" / "config.yaml"
+    marked = with_given_sources(cfg, overrides)
+    # Hydra saved what it composed, with the sources of the old figures.
+    if marked != cfg and path.is_file():
+        with replacing(path) as fresh:
+            OmegaConf.save(marked, fresh)
 
 
 def check_sweep(overrides: Sequence[str]) -> None:

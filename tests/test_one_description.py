@@ -369,4 +369,30 @@ def test_a_simulation_is_repeated_from_its_folder(cli: Cli, tmp_path: Path) -> N
     assert second != first
     for name in ("requests.csv", "steps.csv"):
         assert (second / name).read_bytes() == (first / name).read_bytes()
+    for key in ("assumed", "notes"):
+        assert summary_of(second)[key] == summary_of(first)[key]
     assert summary_of(first)["preemptions"] > 0
+
+
+def test_a_simulation_repeated_from_its_folder_assumes_the_same(cli: Cli, tmp_path: Path) -> None:
+    """The saved config held a figure that was given with the source of the one it replaced, so it was assumed again."""
+    small = ("workload=random", "workload.num_prompts=2", "plots=false", "trace_file=false", "tp=2", "model=qwen3_8b")
+    figures = ("hardware.host_step_us.value=900", "hardware.link_bytes_per_s={value: 2e10, assumed: true}")
+    first = folder_of(cli("sim", *small, "hardware=a10g", *figures)[1])
+    folders, summary = [first], summary_of(first)
+    assert "host_step_us" not in summary["assumed"]
+    assert {"link_bytes_per_s", "flops_per_s"} <= set(summary["assumed"])
+    for _ in range(2):
+        # The second time from the folder of the first repetition.
+        again = ("--config-dir", f"{folders[-1]}/.hydra", "--config-name", "config", "+hydra=outputs")
+        code, out, _ = cli("sim", *again)
+        folder, repeated = folder_of(out), summary_of(folder_of(out))
+        assert code == 0
+        assert folder not in folders
+        assert [repeated[key] for key in ("assumed", "notes")] == [summary[key] for key in ("assumed", "notes")]
+        for name in ("steps.csv", ".hydra/config.yaml"):
+            assert (folder / name).read_bytes() == (first / name).read_bytes()
+        folders.append(folder)
+    saved = OmegaConf.load(first / ".hydra" / "config.yaml")
+    assert (saved.hardware.host_step_us.source, saved.hardware.host_step_us.value) == ("given on the command line", 900)
+    assert saved.hardware.flops_per_s.source != "given on the command line"
