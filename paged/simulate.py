@@ -19,13 +19,21 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from paged.config.calibrate import CalibratedSchema
-from paged.config.groups import RooflineSchema
-from paged.config.sim import PREDICTED_KEYS, REPLAY_KEYS, Setting, SimConfig, provenance_facts, sim_config
+from paged.config.groups import RooflineSchema, with_given_sources
+from paged.config.sim import (
+    MEASURED_KEYS,
+    PREDICTED_KEYS,
+    REPLAY_KEYS,
+    Setting,
+    SimConfig,
+    provenance_facts,
+    sim_config,
+)
 from paged.core.hardware import Figure
 from paged.core.scheduler import Scheduler
 from paged.interrupts import InterruptRequest
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, in_sweep, of_job, used_folder
-from paged.results import versions, write_summary
+from paged.results import replacing, versions, write_summary
 from paged.run_facts import RunFacts, differences
 from paged.sim.calibration import Calibrated
 from paged.sim.chrome_trace import write_trace
@@ -37,6 +45,8 @@ from paged.sim.replay import replay
 from paged.sim.report import SCALARS, Summary, combine, refusals, seed_rows, summarize, summary_table
 from paged.sim.sweep import Comparison, Goal
 from paged.workload.job import Job, reseeded
+from paged.workload.prompts import PromptsWorkload
+from paged.workload.trace import TraceWorkload
 from paged.writing import writing
 
 logger = logging.getLogger(__name__)
@@ -90,6 +100,7 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         raise used_folder(folder_key(), made)
     try:
         config = sim_config(cfg, overrides)
+        _save_sources(cfg, folder, overrides)
         if config.replay is not None:
             if in_sweep():
                 raise UserError(_NO_REPLAY_IN_SWEEP)
@@ -100,6 +111,16 @@ def job(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> int:
         write_summary(folder / "summary.json", {"feasible": False, "reason": str(error)})
         print(f"paged: {of_job()}{error}", file=sys.stderr)
         return INTERNAL
+
+
+def _save_sources(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> None:
+    """Let the folder's config say of figures that `overrides` replace who gave them, for when it is repeated."""
+    path = folder / ".hydra" / "config.yaml"
+    marked = with_given_sources(cfg, overrides)
+    # Hydra saved what it composed, with the sources of the old figures.
+    if marked != cfg and path.is_file():
+        with replacing(path) as fresh:
+            OmegaConf.save(marked, fresh)
 
 
 def check_sweep(overrides: Sequence[str]) -> None:
@@ -218,7 +239,9 @@ def _run(config: SimConfig, setting: Setting, folder: Path) -> _Outcome:
 
         for index in range(num_seeds):
             if index:
-                jobs = _jobs(config, index)
+                # What a file holds is no other for another seed, and is not read and warned of again.
+                is_told = isinstance(config.workload, PromptsWorkload | TraceWorkload)
+                jobs = first_jobs if is_told else _jobs(config, index)
                 if index == 1 and list(map(_shape, jobs)) == list(map(_shape, first_jobs)):
                     logger.warning("the workload does not depend on the seed: it is simulated once, not seeds times")
                     break
@@ -253,7 +276,10 @@ def _jobs(config: SimConfig, index: int) -> list[Job]:
 
 
 def _shape(job: Job) -> tuple[float, int, int, int | None]:
-    """What of a job the simulation depends on, but for which prompts are shared."""
+    """What of a job a simulation depends on, but for which prompts are shared.
+
+    Parameters of its own, such as `prompt_logprobs`, only a job has that a file tells, and no seed changes those.
+    """
     return job.arrival_s, len(job.prompt), job.output_len, job.max_tokens
 
 
@@ -391,9 +417,9 @@ def _replay_latency(config: SimConfig, source: Path, asked: Collection[str]) -> 
             facts = provenance_facts(calibration.provenance)
     except ValueError as error:
         raise UserError(error) from error
-    keys = (*PREDICTED_KEYS, "numerics")
-    found = differences(run, {key: facts[key] for key in keys if key in facts})
+    found = differences(run, {key: facts[key] for key in MEASURED_KEYS if key in facts})
     if found:
-        words = ", ".join(f"{key} {found[key][1]} (the run's is {found[key][0]})" for key in keys if key in found)
+        told = [key for key in MEASURED_KEYS if key in found]
+        words = ", ".join(f"{key} {found[key][1]} (the run's is {found[key][0]})" for key in told)
         notes.append(f"the times predicted are not of this run, but of {words}")
     return latency, notes

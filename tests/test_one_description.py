@@ -75,6 +75,19 @@ def test_an_experiment_of_a_card_is_simulated_with_the_limits_of_a_card() -> Non
     assert (cpu_limits.depth, cpu_limits.max_step_tokens, cpu_limits.chunk_size) == (1, 2048, 512)
 
 
+def test_a_card_with_a_fixed_pool_is_a_card() -> None:
+    """Whatever had `pool_gib` counted as a CPU: `device=cuda` was refused, and null limits were those of a CPU."""
+    limits = ["depth=null", "max_step_tokens=null", "chunk_size=null"]
+    pool = "+hardware.pool_gib={value: 40, source: a test, assumed: true}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = sim_config(compose("sim", ["hardware=h200", "tp=1", "device=cuda", *limits, pool]))
+        made = config.setting().limits
+        with pytest.raises(UserError, match="device must be auto or cuda beside hardware h200, not cpu"):
+            sim_config(compose("sim", ["hardware=h200", "tp=1", "device=cpu", pool]))
+    assert (made.depth, made.max_step_tokens, made.chunk_size) == (2, 8192, 8192)
+    assert made.kv_tokens * config.deployment.pool().kv_bytes_per_token <= 40 * 2**30
+
+
 def test_one_experiment_is_run_and_simulated(cli: Cli) -> None:
     """An experiment that asks for a latency, and for how `sim` tells what it found."""
     given = ("experiment=preemption_bill", "num_blocks=26", "workload.interval_s=0")
@@ -229,11 +242,38 @@ def test_a_mistake_gets_the_same_sentence_from_both(cli: Cli, overrides: tuple[s
     assert told[0].count("\n") == 1
 
 
-@pytest.mark.parametrize("override", ["seeds=3", "optimize=makespan_s", "plots=false", "trace_file=false", "replay=x"])
-def test_run_refuses_keys_of_sims_report_on_the_command_line(cli: Cli, override: str) -> None:
+def test_what_is_given_of_a_group_that_may_be_absent_is_checked(cli: Cli) -> None:
+    """`run memory=null` was accepted, which `sim` refused."""
+    for command in ("run", "sim"):
+        code, out, err = cli(command, *HERE, "workload=random", "memory=null")
+        assert (code, out, err) == (2, "", "paged: memory must hold keys and values, not null\n")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("run")
+    assert not {"hardware", "latency"} & {str(key) for key in cfg}
+    assert run_config(cfg) is not None
+
+
+@pytest.mark.parametrize("override", ["hardware.memory_gib.value=40", "latency.seconds=3", "latency.second=3"])
+def test_a_key_of_a_group_of_which_nothing_is_chosen_asks_for_a_choice(cli: Cli, override: str) -> None:
+    """`run` called such a key none "of the hardware that is chosen", where none was."""
     code, out, err = cli("run", override)
+    key, group = override.partition("=")[0], override.partition(".")[0]
     assert (code, out) == (2, "")
-    assert err == f"paged: run takes no {override.partition('=')[0]}, which only sim reads\n"
+    assert err == f"paged: {key} can only be set beside {group}=NAME, because no {group} is chosen\n"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(("seeds=3",), ("optimize=makespan_s",), ("plots=false",), ("trace_file=false",), ("replay=x",)),
+        *(("+seeds=3",), ("++plots=false",), ("trace_file=true", "experiment=preemption_bill")),
+    ],
+)
+def test_run_refuses_keys_of_sims_report_on_the_command_line(cli: Cli, overrides: tuple[str, ...]) -> None:
+    """`+seeds=3` was taken, and an experiment that was none was said to have it."""
+    code, out, err = cli("run", *overrides)
+    assert (code, out) == (2, "")
+    assert err == f"paged: run takes no {overrides[0].lstrip('+').partition('=')[0]}, which only sim reads\n"
 
 
 def test_keys_of_sims_report_in_an_experiment_are_checked(cli: Cli, tmp_path: Path) -> None:
@@ -329,4 +369,30 @@ def test_a_simulation_is_repeated_from_its_folder(cli: Cli, tmp_path: Path) -> N
     assert second != first
     for name in ("requests.csv", "steps.csv"):
         assert (second / name).read_bytes() == (first / name).read_bytes()
+    for key in ("assumed", "notes"):
+        assert summary_of(second)[key] == summary_of(first)[key]
     assert summary_of(first)["preemptions"] > 0
+
+
+def test_a_simulation_repeated_from_its_folder_assumes_the_same(cli: Cli, tmp_path: Path) -> None:
+    """The saved config held a figure that was given with the source of the one it replaced, so it was assumed again."""
+    small = ("workload=random", "workload.num_prompts=2", "plots=false", "trace_file=false", "tp=2", "model=qwen3_8b")
+    figures = ("hardware.host_step_us.value=900", "hardware.link_bytes_per_s={value: 2e10, assumed: true}")
+    first = folder_of(cli("sim", *small, "hardware=a10g", *figures)[1])
+    folders, summary = [first], summary_of(first)
+    assert "host_step_us" not in summary["assumed"]
+    assert {"link_bytes_per_s", "flops_per_s"} <= set(summary["assumed"])
+    for _ in range(2):
+        # The second time from the folder of the first repetition.
+        again = ("--config-dir", f"{folders[-1]}/.hydra", "--config-name", "config", "+hydra=outputs")
+        code, out, _ = cli("sim", *again)
+        folder, repeated = folder_of(out), summary_of(folder_of(out))
+        assert code == 0
+        assert folder not in folders
+        assert [repeated[key] for key in ("assumed", "notes")] == [summary[key] for key in ("assumed", "notes")]
+        for name in ("steps.csv", ".hydra/config.yaml"):
+            assert (folder / name).read_bytes() == (first / name).read_bytes()
+        folders.append(folder)
+    saved = OmegaConf.load(first / ".hydra" / "config.yaml")
+    assert (saved.hardware.host_step_us.source, saved.hardware.host_step_us.value) == ("given on the command line", 900)
+    assert saved.hardware.flops_per_s.source != "given on the command line"

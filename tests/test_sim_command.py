@@ -158,6 +158,22 @@ def test_seeds_of_a_workload_without_chance(cli: Cli, tmp_path: Path) -> None:
     assert (folder / "inputs" / "trace.csv").read_bytes() == trace.read_bytes()
 
 
+def test_what_a_file_does_not_tell_is_said_once_for_all_seeds(cli: Cli, tmp_path: Path) -> None:
+    """The file was read once more for the second seed, and all its warnings came twice."""
+    prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "trace.csv"
+    prompts.write_text('{"prompt_token_ids": [3], "n": 1, "max_tokens": 4}\n')
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,100,0\n")
+    for name, path, warning in (
+        ("prompts", prompts, "1 of 1 lines have no output_len"),
+        ("trace", trace, "1 of 1 requests generated no token"),
+    ):
+        code, out, err = cli(f"workload={name}", f"workload.path={path}", *QUICK, "seeds=3")
+        assert code == 0
+        assert err.count(warning) == 1
+        assert err.count("does not depend on the seed") == 1
+        assert len(summary_of(folder_of(out))["seeds"]) == 1
+
+
 def calibration_file(folder: Path, **facts: Any) -> Path:
     """A calibration of decode steps of at most 8 sequences, 10 ms each, in a pool of 4,096 tokens."""
     bounds = {**dict.fromkeys(StepShape._fields, (0, 10_000)), "num_seqs": (1, 8)}

@@ -34,7 +34,7 @@ class Root:
     Attributes:
         scalars: schema of the keys that are no groups.
         groups: the schema of each key that holds keys; of a group whose entries differ, the schema by entry's `name`.
-        optional: groups that need not be there, because the command only checks them.
+        optional: groups that need not be there, because the command only checks them; what is there is checked.
         ignored: schema of scalars that only another command reads, and that an experiment may have all the same.
     """
 
@@ -60,7 +60,7 @@ class Root:
             raise UserError(f"{_experiment()} must begin with {line}")
         groups: dict[str, Any] = {}
         for key, schema in self.groups.items():
-            if key in self.optional and values.get(key) is None:
+            if key in self.optional and key not in values:
                 continue
             if isinstance(schema, Mapping):
                 groups[key] = _choose(schema, values, key)
@@ -178,6 +178,8 @@ def _unknown_key(error: Exception, key: str, command: str) -> str:
     # Of a mapping that was given, one of its keys may be what is wrong.
     key = wrong if wrong.startswith(f"{key}.") else key
     known = known_keys(command)
+    if key.startswith(f"{wrong}.") and wrong in groups_of(command):
+        return f"{key} can only be set beside {wrong}=NAME, because no {wrong} is chosen"
     if key in known and "." in key:
         return f"{key} is not a key of the {key.partition('.')[0]} that is chosen; see --cfg job"
     if key.startswith("hydra"):

@@ -103,13 +103,17 @@ def with_key(error: Exception) -> str:
 def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """The frozen objects that a composed `run` config describes, some of it by `overrides`.
 
-    What only `sim` reads is checked, and not in them.
+    What only `sim` reads is checked, and not in them. Scalars of its report serve an experiment alone.
 
     Raises:
         UserError: naming the key and what is allowed.
     """
     scalars, groups = ROOT.read(cfg)
-    if unused := [each.name for each in fields(ReportSchema) if each.name in cfg]:
+    unused = [each.name for each in fields(ReportSchema) if each.name in cfg]
+    given = given_keys(overrides)
+    if refused := [name for name in unused if name in given]:
+        raise UserError(f"run takes no {refused[0]}, which only sim reads")
+    if unused:
         logger.info("not used of the experiment, because only sim reads it: %s", ", ".join(unused))
     try:
         params = groups["sampling"].build()
@@ -121,7 +125,7 @@ def run_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         engine |= {"device": scalars.device.value, "weights": scalars.weights.value}
         spec = model.build(scalars.max_seq_len)
         workload = groups["workload"].build()
-        check_sampling(workload, params, given_keys(overrides))
+        check_sampling(workload, params, given)
         _check_prediction(groups)
         return RunConfig(model=model.path, spec=spec, engine=engine, sampling=params, workload=workload)
     except ValueError as error:

@@ -47,7 +47,7 @@ class Hardware:
     """One kind of card, any number of which are linked.
 
     Attributes:
-        name: what the config calls it.
+        name: what the config calls it; `cpu` is a CPU, all others are cards.
         memory_gib: device memory as the runtime sees it, GiB.
         memory_bytes_per_s: bandwidth of the device memory.
         flops_per_s: dense matrix products in the weights' dtype.
@@ -75,8 +75,8 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a CPU: the engine sizes its pool by the memory of cards alone."""
-        return self.pool_gib is not None
+        """Whether it is a CPU. A fixed pool does not tell: a card may have one, too."""
+        return self.name == "cpu"
 
     def figures(self) -> dict[str, Figure | CollectiveTable]:
         """Every figure that is there, by its name."""

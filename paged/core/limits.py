@@ -48,6 +48,7 @@ class SchedulerConfig:
         optional = [name for name in ("max_seq_len", "vocab_size") if getattr(self, name) is not None]
         for name in (*names, *optional):
             value, most = getattr(self, name), MOST_BLOCKS if name == "num_blocks" else MOST
+            # Not in one: a range would tell whoever gave 0 of a bound that nobody comes near.
             check_whole(name, value, 1)
             if value > most:
                 raise ValueError(f"{name} must be a whole number, at most {most}, not {value}")
