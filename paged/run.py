@@ -143,17 +143,16 @@ def _saved_config(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> tu
         saved = OmegaConf.load(folder / ".hydra" / "config.yaml")
         if not isinstance(saved, DictConfig):
             raise ValueError("not a mapping")
-        command = "run"
         if (folder / ".hydra" / "hydra.yaml").is_file():
-            chosen = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
-            process, command = Path(chosen.runtime.cwd), chosen.job.config_name
+            process = Path(OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd)
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"resume must be a run's intact folder, and {folder / '.hydra'} is damaged: {reason}"
         ) from error
-    if command != "run":
-        raise UserError(f"resume must be the folder of a run, and {str(folder)!r} is one of {command}")
+    # Of the commands only `run` has the key. The config's name says less: a run that is repeated has another.
+    if "resume" not in saved:
+        raise UserError(f"resume must be the folder of a run, and {str(folder)!r} is one of another command")
     exact = OmegaConf.select(saved, "numerics.name") == "invariant"
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]

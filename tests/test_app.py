@@ -773,7 +773,7 @@ def test_what_is_no_folder_of_a_run_is_not_resumed(cli: Cli, capsys: pytest.Capt
     """`numerics must be one of ...`, it said of the folder of a plan, and blamed `workload.path` for lost inputs."""
     assert main(["plan", "model=tiny", "tp=1"]) == 0
     plan = folder_of(capsys.readouterr().out)
-    sentence = f"paged: resume must be the folder of a run, and {str(plan)!r} is one of plan\n"
+    sentence = f"paged: resume must be the folder of a run, and {str(plan)!r} is one of another command\n"
     assert cli(f"resume={plan}", model=False) == (2, "", sentence)
     folder = folder_of(cli(*SMALL)[1])
     (folder / "inputs" / "prompts.jsonl").unlink()
