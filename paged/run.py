@@ -205,8 +205,13 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
 
 
 def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
-    """Write the workload's lines to `copy`: all of them or no file, because a resumed run takes it for the whole."""
+    """Write the workload's lines to `copy`: all of them or no file, because a resumed run takes it for the whole.
+
+    A `copy` that is itself the workload's file stays as it is.
+    """
     workload = config.workload
+    if isinstance(workload, PromptsWorkload) and _is_same_file(workload.path, copy):
+        return
     with writing(copy):
         # Of a run in the same folder that came to nothing, and whose config is gone.
         copy.unlink(missing_ok=True)
@@ -226,6 +231,14 @@ def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
             fresh.write_bytes(content)
         else:
             write_prompts(fresh, lines)
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    """Whether both are there and are one file, by whatever names."""
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
 
 
 class _Run:

@@ -286,6 +286,24 @@ def test_all_forms_of_prompts_and_their_own_parameters(cli: Cli, tmp_path: Path)
     assert (folder / "inputs" / "prompts.jsonl").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_run_may_read_the_copy_in_its_own_folder(cli: Cli, tmp_path: Path, is_linked: bool) -> None:
+    """The folder of a run that came to nothing holds a copy of its inputs. Given as the inputs of the next run there,
+    it was deleted before it was read, and may have been all that the user had."""
+    path = write_lines(tmp_path / "prompts.jsonl", {"id": "only", "prompt": "1+1"})
+    given = ("device=cpu", "workload=prompts", "sampling.n=1", "sampling.max_tokens=3", "hydra.run.dir=a")
+    assert cli(*given, f"workload.path={path}", "num_blocks=1000000000")[0] == 2
+    copy = Path("a/inputs/prompts.jsonl")
+    content = copy.read_bytes()
+    path.unlink()
+    if is_linked:
+        path.symlink_to(copy.absolute())
+    code, out, err = cli(*given, f"workload.path={path if is_linked else copy}")
+    assert code == 0, err
+    assert copy.read_bytes() == content
+    assert tokens_of(folder_of(out)).keys() == {("only", 0)}
+
+
 def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "prompts.jsonl",
