@@ -379,9 +379,12 @@ class _Run:
             if not missing:
                 continue
             self.unfinished[line.id] = len(missing)
+            if interrupt.requested:
+                # It still counts as missing, but looking at its prompt would only delay the end.
+                continue
             if line.arrival_s > 0 and not self.resumed:
                 self._await(engine, results, line, missing)
-            elif not interrupt.requested:
+            else:
                 self._hand_over(engine, results, line, missing)
         self.arriving = deque(sorted(self.arriving, key=lambda arriving: arriving[0].arrival_s))
 

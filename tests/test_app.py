@@ -698,6 +698,34 @@ def test_ctrl_c_while_inputs_are_copied_has_nothing_to_resume(
     assert cli(*given)[0] == 0
 
 
+@pytest.mark.parametrize("arrival_s", [0, 60])
+def test_after_ctrl_c_no_other_line_is_looked_at(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrival_s: int
+) -> None:
+    """Lines that were to arrive later were all tokenized first: with many of them the stop came much later."""
+    from paged.engine import Engine
+
+    looked_at: list[str] = []
+
+    def interrupted(method: Any) -> Any:
+        def look(self: Engine, prompt: str, *args: Any, **keys: Any) -> Any:
+            looked_at.append(prompt)
+            signal.raise_signal(signal.SIGINT)
+            return method(self, prompt, *args, **keys)
+
+        return look
+
+    lines = [{"prompt": f"{number}+1", "arrival_s": arrival_s} for number in range(4)]
+    path = write_lines(tmp_path / "prompts.jsonl", *lines)
+    name = "check_request" if arrival_s else "add_request"
+    monkeypatch.setattr(Engine, name, interrupted(getattr(Engine, name)))
+    code, out, _ = cli("workload=prompts", f"workload.path={path}", "sampling.n=1", "sampling.max_tokens=3")
+    assert code == 130
+    assert looked_at == ["0+1"]
+    summary = summary_of(folder_of(out))
+    assert (summary["interrupted"], summary["num_samples"]) == (True, 0)
+
+
 def test_ctrl_c_before_a_resumed_run_goes_on_keeps_its_summary(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run that was resumed and interrupted while it loaded had lost all of its numbers."""
     folder = folder_of(cli(*SMALL)[1])
