@@ -372,6 +372,11 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
             ["-m", "hydra.sweep.subdir=same", "seed=1,2"],
             "hydra.sweep.subdir must differ from job to job, as ${hydra.job.num}",
         ),
+        (
+            # The points are in the file: all jobs got the one folder. The other mistake would end each at once.
+            ["-m", "hydra.sweep.subdir=same", "experiment=watermark_curve", "block_size=0"],
+            "hydra.sweep.subdir must differ from job to job, as ${hydra.job.num}",
+        ),
         (["sampling=[1]"], "sampling must hold keys and values, not [1]"),
         (["sampling.stop={a: 1}"], "sampling.stop must be a text or a list of texts, not {a: 1}"),
         (["workload=[1]"], "workload must be one of arithmetic, bill, gamma, "),
@@ -979,7 +984,8 @@ def test_sigterm_is_like_ctrl_c_and_a_folder_has_one_process(cli: Cli, checkpoin
 
 def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli, tmp_path: Path) -> None:
     """The lock is no file that a crash leaves behind: the file stays, and nobody holds it."""
-    folder = folder_of(cli(*SMALL)[1])
+    sweep = tmp_path / "sweep"
+    folder = folder_of(cli(*SMALL, f"hydra.run.dir={sweep}/0")[1])
     assert (folder / ".lock").is_file()
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -990,7 +996,7 @@ def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli, tmp_path: Path)
         # As where the other process has sampled nothing yet.
         results = (folder / "results.jsonl").rename(tmp_path / "results")
         assert cli(f"hydra.run.dir={folder}", kept, model=False) == (2, "", f"paged: hydra.run.dir {told}")
-        code, _, err = cli("-m", "hydra.sweep.subdir=.", f"hydra.sweep.dir={folder}", kept, model=False)
+        code, _, err = cli("-m", f"hydra.sweep.dir={sweep}", kept, model=False)
         assert (code, err.splitlines()[-1]) == (2, f"paged: job 0: hydra.sweep.dir {told}"[:-1])
         results.rename(folder / "results.jsonl")
     assert cli(f"resume={folder}", model=False)[0] == 0
