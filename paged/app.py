@@ -194,7 +194,8 @@ def _run_hydra(word: str, args: list[str]) -> int:
         check_sweep = getattr(importlib.import_module(COMMANDS[word].module), "check_sweep", None)
         if check_sweep is not None:
             check_sweep(args)
-    # For the help: Hydra lists the groups of all commands.
+    # For the help: Hydra knows no command words, and lists the groups of all commands.
+    OmegaConf.register_new_resolver("command", lambda: word, replace=True)
     OmegaConf.register_new_resolver("groups_of", lambda command: ", ".join(groups_of(command)) or "none", replace=True)
     run = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=word)(task)
     try:

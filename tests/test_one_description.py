@@ -321,6 +321,16 @@ def test_a_run_is_repeated_from_its_folder(cli: Cli, tmp_path: Path) -> None:
     assert rows_of(second) == rows_of(first)
 
 
+def test_the_help_beside_a_folders_config_is_the_commands(cli: Cli) -> None:
+    """The name of the config, `config`, was taken for a command word, and the file of that command was not found."""
+    first = folder_of(cli("plan", "model=tiny", "tp=1", "hardware=h100")[1])
+    again = ("--config-dir", f"{first}/.hydra", "--config-name", "config", "+hydra=outputs")
+    code, out, err = cli("plan", *again, "--help")
+    assert code == 0, err
+    assert out.startswith("python -m paged plan [group=option]")
+    assert "Groups of this command: model, hardware, experiment." in out
+
+
 def test_a_simulation_is_repeated_from_its_folder(cli: Cli, tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("70\n90\n30\n")
