@@ -22,11 +22,11 @@ from yaml import YAMLError
 
 from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
+from paged.core.sequence import COMPLETE
 from paged.interrupts import InterruptRequest, importing
 from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job, used_folder
 from paged.results import (
-    FINISHED,
     ResultsFile,
     Tally,
     drop_torn_line,
@@ -327,7 +327,7 @@ class _Run:
     def _read_earlier_results(self) -> None:
         try:
             for row in read_results(self.results_path):
-                if row["finish_reason"] in FINISHED:
+                if row["finish_reason"] in COMPLETE:
                     self.finished.add((row["id"], row["sample"]))
                     self.tally.add(row)
                     if "numerics_id" in row:
