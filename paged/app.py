@@ -194,7 +194,8 @@ def _run_hydra(word: str, args: list[str]) -> int:
         check_sweep = getattr(importlib.import_module(COMMANDS[word].module), "check_sweep", None)
         if check_sweep is not None:
             check_sweep(args)
-    # For the help: Hydra lists the groups of all commands.
+    # For the help: Hydra knows no command words, and lists the groups of all commands.
+    OmegaConf.register_new_resolver("command", lambda: word, replace=True)
     OmegaConf.register_new_resolver("groups_of", lambda command: ", ".join(groups_of(command)) or "none", replace=True)
     run = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=word)(task)
     try:
@@ -254,10 +255,10 @@ def _tell_of_hydra(error: BaseException, word: str, args: Sequence[str], *, swee
 def _refuse_used_folder(word: str, args: Sequence[str]) -> None:
     """Refuse a given folder that holds results, before Hydra writes a config over the one that they were made with.
 
-    In a sweep that would also be the one folder of several jobs.
+    In a sweep that would also be the one folder of several jobs; an experiment may make them several.
     """
     subdirs = _given(args, "hydra.sweep.subdir")
-    if _is_sweep(args) and subdirs and "$" not in subdirs[-1] and _has_several_jobs(args):
+    if _is_sweep(args) and subdirs and "$" not in subdirs[-1]:
         must = "hydra.sweep.subdir must differ from job to job, as ${hydra.job.num} does"
         raise UserError(f"{must}, not {subdirs[-1]!r}")
     made = COMMANDS[word].made
@@ -271,18 +272,6 @@ def _refuse_used_folder(word: str, args: Sequence[str]) -> None:
     found = next(Path(values[-1]).glob(places), None)
     if found is not None:
         raise used_folder(key, found, resumable=word == "run")
-
-
-def _has_several_jobs(args: Sequence[str]) -> bool:
-    """Whether an override of a sweep has several values; one that cannot be read is told later."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        overrides = OverridesParser.create().parse_overrides(_overrides_and_own_conf(args)[0])
-    except HydraException:
-        return False
-    return any(override.is_sweep_override() for override in overrides)
 
 
 def _given(args: Sequence[str], key: str) -> list[str]:

@@ -22,9 +22,6 @@ from paged.writing import UnwritableError, writing
 if TYPE_CHECKING:
     from paged.engine import CompletionOutput
 
-FINISHED: Final = COMPLETE
-"""Finish reasons of samples that resuming leaves alone. Refusals are looked at again."""
-
 _NEEDED: Final = {"id", "sample", "finish_reason", "prompt_token_ids", "token_ids"}
 
 Row = dict[str, Any]
@@ -130,11 +127,12 @@ def read_results(path: Path) -> Iterator[Row]:
 def keep_finished(path: Path) -> None:
     """Rewrite a results file without the rows that resuming samples again, and without a torn line.
 
+    Rows of refusals go too, because resuming looks at them again.
     The old file stands until the new one is complete.
     """
     with replacing(path) as fresh, fresh.open("w", encoding="utf-8") as file:
         for row in read_results(path):
-            if row["finish_reason"] in FINISHED:
+            if row["finish_reason"] in COMPLETE:
                 file.write(json.dumps(row) + "\n")
 
 
@@ -182,7 +180,7 @@ class Tally:
     def add(self, row: Row) -> None:
         """Count one row; lengths and scores are those of finished samples only."""
         self.finish_reasons[row["finish_reason"]] += 1
-        if row["finish_reason"] in FINISHED:
+        if row["finish_reason"] in COMPLETE:
             self.prompt_tokens += len(row["prompt_token_ids"])
             self._lengths.append(len(row["token_ids"]))
             if "solved" in row:

@@ -22,11 +22,11 @@ from yaml import YAMLError
 
 from paged.config.run import RESUMABLE_KEYS, RunConfig, run_config, with_key
 from paged.core.agreement import TPError
+from paged.core.sequence import COMPLETE
 from paged.interrupts import InterruptRequest, importing
 from paged.model.locate import EMBEDDED, find_model
 from paged.outcome import INTERNAL, INTERRUPTED, MISTAKE, OK, UserError, folder_key, of_job, used_folder
 from paged.results import (
-    FINISHED,
     ResultsFile,
     Tally,
     drop_torn_line,
@@ -143,17 +143,16 @@ def _saved_config(cfg: DictConfig, folder: Path, overrides: Sequence[str]) -> tu
         saved = OmegaConf.load(folder / ".hydra" / "config.yaml")
         if not isinstance(saved, DictConfig):
             raise ValueError("not a mapping")
-        command = "run"
         if (folder / ".hydra" / "hydra.yaml").is_file():
-            chosen = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
-            process, command = Path(chosen.runtime.cwd), chosen.job.config_name
+            process = Path(OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd)
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"resume must be a run's intact folder, and {folder / '.hydra'} is damaged: {reason}"
         ) from error
-    if command != "run":
-        raise UserError(f"resume must be the folder of a run, and {str(folder)!r} is one of {command}")
+    # Of the commands only `run` has the key. The config's name says less: a run that is repeated has another.
+    if "resume" not in saved:
+        raise UserError(f"resume must be the folder of a run, and {str(folder)!r} is one of another command")
     exact = OmegaConf.select(saved, "numerics.name") == "invariant"
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
@@ -206,8 +205,13 @@ def _read_inputs(config: RunConfig, model: str, folder: Path, resumed: bool) -> 
 
 
 def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
-    """Write the workload's lines to `copy`: all of them or no file, because a resumed run takes it for the whole."""
+    """Write the workload's lines to `copy`: all of them or no file, because a resumed run takes it for the whole.
+
+    A `copy` that is itself the workload's file stays as it is.
+    """
     workload = config.workload
+    if isinstance(workload, PromptsWorkload) and _is_same_file(workload.path, copy):
+        return
     with writing(copy):
         # Of a run in the same folder that came to nothing, and whose config is gone.
         copy.unlink(missing_ok=True)
@@ -227,6 +231,14 @@ def _copy_inputs(config: RunConfig, model: str, copy: Path) -> None:
             fresh.write_bytes(content)
         else:
             write_prompts(fresh, lines)
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    """Whether both are there and are one file, by whatever names."""
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
 
 
 class _Run:
@@ -315,7 +327,7 @@ class _Run:
     def _read_earlier_results(self) -> None:
         try:
             for row in read_results(self.results_path):
-                if row["finish_reason"] in FINISHED:
+                if row["finish_reason"] in COMPLETE:
                     self.finished.add((row["id"], row["sample"]))
                     self.tally.add(row)
                     if "numerics_id" in row:
@@ -367,9 +379,12 @@ class _Run:
             if not missing:
                 continue
             self.unfinished[line.id] = len(missing)
+            if interrupt.requested:
+                # It still counts as missing, but looking at its prompt would only delay the end.
+                continue
             if line.arrival_s > 0 and not self.resumed:
                 self._await(engine, results, line, missing)
-            elif not interrupt.requested:
+            else:
                 self._hand_over(engine, results, line, missing)
         self.arriving = deque(sorted(self.arriving, key=lambda arriving: arriving[0].arrival_s))
 

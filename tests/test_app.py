@@ -286,6 +286,24 @@ def test_all_forms_of_prompts_and_their_own_parameters(cli: Cli, tmp_path: Path)
     assert (folder / "inputs" / "prompts.jsonl").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_run_may_read_the_copy_in_its_own_folder(cli: Cli, tmp_path: Path, is_linked: bool) -> None:
+    """The folder of a run that came to nothing holds a copy of its inputs. Given as the inputs of the next run there,
+    it was deleted before it was read, and may have been all that the user had."""
+    path = write_lines(tmp_path / "prompts.jsonl", {"id": "only", "prompt": "1+1"})
+    given = ("device=cpu", "workload=prompts", "sampling.n=1", "sampling.max_tokens=3", "hydra.run.dir=a")
+    assert cli(*given, f"workload.path={path}", "num_blocks=1000000000")[0] == 2
+    copy = Path("a/inputs/prompts.jsonl")
+    content = copy.read_bytes()
+    path.unlink()
+    if is_linked:
+        path.symlink_to(copy.absolute())
+    code, out, err = cli(*given, f"workload.path={path if is_linked else copy}")
+    assert code == 0, err
+    assert copy.read_bytes() == content
+    assert tokens_of(folder_of(out)).keys() == {("only", 0)}
+
+
 def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "prompts.jsonl",
@@ -352,6 +370,11 @@ def test_bad_lines_are_refused_in_the_results_and_the_rest_completes(cli: Cli, t
         (["-m", "policy=fifo,lifo"], "policy must be one of fifo, forecast, reserve, watermark, not 'lifo'"),
         (
             ["-m", "hydra.sweep.subdir=same", "seed=1,2"],
+            "hydra.sweep.subdir must differ from job to job, as ${hydra.job.num}",
+        ),
+        (
+            # The points are in the file: all jobs got the one folder. The other mistake would end each at once.
+            ["-m", "hydra.sweep.subdir=same", "experiment=watermark_curve", "block_size=0"],
             "hydra.sweep.subdir must differ from job to job, as ${hydra.job.num}",
         ),
         (["sampling=[1]"], "sampling must hold keys and values, not [1]"),
@@ -680,6 +703,34 @@ def test_ctrl_c_while_inputs_are_copied_has_nothing_to_resume(
     assert cli(*given)[0] == 0
 
 
+@pytest.mark.parametrize("arrival_s", [0, 60])
+def test_after_ctrl_c_no_other_line_is_looked_at(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrival_s: int
+) -> None:
+    """Lines that were to arrive later were all tokenized first: with many of them the stop came much later."""
+    from paged.engine import Engine
+
+    looked_at: list[str] = []
+
+    def interrupted(method: Any) -> Any:
+        def look(self: Engine, prompt: str, *args: Any, **keys: Any) -> Any:
+            looked_at.append(prompt)
+            signal.raise_signal(signal.SIGINT)
+            return method(self, prompt, *args, **keys)
+
+        return look
+
+    lines = [{"prompt": f"{number}+1", "arrival_s": arrival_s} for number in range(4)]
+    path = write_lines(tmp_path / "prompts.jsonl", *lines)
+    name = "check_request" if arrival_s else "add_request"
+    monkeypatch.setattr(Engine, name, interrupted(getattr(Engine, name)))
+    code, out, _ = cli("workload=prompts", f"workload.path={path}", "sampling.n=1", "sampling.max_tokens=3")
+    assert code == 130
+    assert looked_at == ["0+1"]
+    summary = summary_of(folder_of(out))
+    assert (summary["interrupted"], summary["num_samples"]) == (True, 0)
+
+
 def test_ctrl_c_before_a_resumed_run_goes_on_keeps_its_summary(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run that was resumed and interrupted while it loaded had lost all of its numbers."""
     folder = folder_of(cli(*SMALL)[1])
@@ -773,7 +824,7 @@ def test_what_is_no_folder_of_a_run_is_not_resumed(cli: Cli, capsys: pytest.Capt
     """`numerics must be one of ...`, it said of the folder of a plan, and blamed `workload.path` for lost inputs."""
     assert main(["plan", "model=tiny", "tp=1"]) == 0
     plan = folder_of(capsys.readouterr().out)
-    sentence = f"paged: resume must be the folder of a run, and {str(plan)!r} is one of plan\n"
+    sentence = f"paged: resume must be the folder of a run, and {str(plan)!r} is one of another command\n"
     assert cli(f"resume={plan}", model=False) == (2, "", sentence)
     folder = folder_of(cli(*SMALL)[1])
     (folder / "inputs" / "prompts.jsonl").unlink()
@@ -933,7 +984,8 @@ def test_sigterm_is_like_ctrl_c_and_a_folder_has_one_process(cli: Cli, checkpoin
 
 def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli, tmp_path: Path) -> None:
     """The lock is no file that a crash leaves behind: the file stays, and nobody holds it."""
-    folder = folder_of(cli(*SMALL)[1])
+    sweep = tmp_path / "sweep"
+    folder = folder_of(cli(*SMALL, f"hydra.run.dir={sweep}/0")[1])
     assert (folder / ".lock").is_file()
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -944,7 +996,7 @@ def test_a_process_that_has_gone_lets_go_of_its_folder(cli: Cli, tmp_path: Path)
         # As where the other process has sampled nothing yet.
         results = (folder / "results.jsonl").rename(tmp_path / "results")
         assert cli(f"hydra.run.dir={folder}", kept, model=False) == (2, "", f"paged: hydra.run.dir {told}")
-        code, _, err = cli("-m", "hydra.sweep.subdir=.", f"hydra.sweep.dir={folder}", kept, model=False)
+        code, _, err = cli("-m", f"hydra.sweep.dir={sweep}", kept, model=False)
         assert (code, err.splitlines()[-1]) == (2, f"paged: job 0: hydra.sweep.dir {told}"[:-1])
         results.rename(folder / "results.jsonl")
     assert cli(f"resume={folder}", model=False)[0] == 0

@@ -337,6 +337,7 @@ def rows_of(folder: Path) -> list[Any]:
 
 
 def test_a_run_is_repeated_from_its_folder(cli: Cli, tmp_path: Path) -> None:
+    """The repeated run could not be resumed: its config is named `config`, which was taken for another command's."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1\\n"}\n{"prompt": "7-2*3\\n", "n": 3}\n')
     given = ("workload=prompts", f"workload.path={prompts}", "seed=5", "sampling.n=2", "sampling.max_tokens=9")
@@ -352,6 +353,22 @@ def test_a_run_is_repeated_from_its_folder(cli: Cli, tmp_path: Path) -> None:
     assert rows_of(second) == rows_of(first)
     saved = OmegaConf.load(second / ".hydra" / "config.yaml")
     assert (saved.policy.name, saved.seed) == ("reserve", 5)
+    results = second / "results.jsonl"
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:2]))
+    code, out, err = cli("run", f"resume={second}")
+    assert code == 0, err
+    assert folder_of(out) == second
+    assert rows_of(second) == rows_of(first)
+
+
+def test_the_help_beside_a_folders_config_is_the_commands(cli: Cli) -> None:
+    """The name of the config, `config`, was taken for a command word, and the file of that command was not found."""
+    first = folder_of(cli("plan", "model=tiny", "tp=1", "hardware=h100")[1])
+    again = ("--config-dir", f"{first}/.hydra", "--config-name", "config", "+hydra=outputs")
+    code, out, err = cli("plan", *again, "--help")
+    assert code == 0, err
+    assert out.startswith("python -m paged plan [group=option]")
+    assert "Groups of this command: model, hardware, experiment." in out
 
 
 def test_a_simulation_is_repeated_from_its_folder(cli: Cli, tmp_path: Path) -> None:
