@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 
-from paged.kernels.choices import MODES, check_choices
+from paged.kernels.choices import MODES, check_choices, check_count
 from paged.kernels.exponential import COEFFICIENTS, SHORT_BITS, SHORT_COEFFICIENTS
 
 KERNEL_ORDERS = 1
@@ -52,9 +52,7 @@ class Numerics:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         check_choices(self.k_segments, self.reduce_dtype)
         for name in ("gemm_rows", "bmm_items", "kv_tile", "kv_split", "gemm_columns", "head_rows"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
+            check_count(name, getattr(self, name))
         if self.kv_split % self.kv_tile:
             raise ValueError(f"kv_split must be a multiple of kv_tile {self.kv_tile}, not {self.kv_split}")
 
